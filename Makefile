@@ -1,0 +1,58 @@
+# Everything a fresh machine needs: `make demo` runs the main job, `make test` checks the code.
+# PYTHON=python3.12 chooses the interpreter; TORCH_INDEX=URL passes a package index on to pip for
+# torch alone (the CPU-only or another CUDA build: see PyTorch's install page).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH_INDEX ?=
+DEMO_PROMPT ?= def read_file(path):
+
+.PHONY: demo test lint types imports unit test-5.17 clean
+
+demo: $(VENV)/.installed
+	$(BIN)/hotexperts run --expert-cache-size 12 --max-new-tokens 60 --prompt "$(DEMO_PROMPT)"
+
+test: lint types imports unit
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The integration tests again with the oldest supported Transformers, in an environment of its own.
+test-5.17:
+	$(MAKE) unit VENV=.venv-5.17 CONSTRAINTS=constraints-5.17.txt \
+	  PYTEST_ARGS="tests/integrations tests/cli"
+
+CONSTRAINTS ?= constraints.txt
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade "pip>=25.1"
+
+$(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/bin/python
+	@nvidia-smi >/dev/null 2>&1 || echo "No NVIDIA driver: the CPU is used. pip may still choose a CUDA" \
+	  "build of torch; TORCH_INDEX=... takes another one (see PyTorch's install page)."
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $(CONSTRAINTS) torch
+	touch $@
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[transformers]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --constraint $(CONSTRAINTS) --group dev
+	touch $@
+
+clean:
+	rm -rf .venv .venv-5.17 build dist

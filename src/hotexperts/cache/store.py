@@ -1,0 +1,106 @@
+"""Stores: where every expert's row lives when it is not in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.errors import UnsupportedModelError
+from hotexperts.formats import ExpertLayout
+
+
+class ExpertStore(Protocol):
+    """Holds the rows of one layer's experts; reads them, never writes them after loading."""
+
+    layout: ExpertLayout
+    num_experts: int
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory that the store itself holds (a mapped file counts nothing)."""
+        ...
+
+    def copy_into(self, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy one row into tensors of the layout's shapes, in stream order.
+
+        On CUDA the copies are enqueued on the current stream and may still run on return.
+        """
+        ...
+
+
+class CPUBackingStore:
+    """Every row in host memory: uint8 `[E, row_nbytes]`, page-locked where a GPU reads it.
+
+    Args:
+        layout: what a row holds.
+        num_experts: rows, at least 1.
+        pin: page-lock the memory (needs CUDA).
+
+    Attributes:
+        rows: the bytes.
+        tensors: named tuple of typed views `[E, *shape]` into `rows`.
+
+    Raises:
+        HostMemoryError: the memory, or its page-locking, is refused.
+    """
+
+    def __init__(self, layout: ExpertLayout, num_experts: int, *, pin: bool = False) -> None:
+        if num_experts < 1 or layout.row_nbytes < 1:
+            raise UnsupportedModelError(
+                f"{num_experts} experts of {layout.row_nbytes} bytes: there is nothing to store"
+            )
+        self.layout = layout
+        self.num_experts = num_experts
+        self.is_pinned = pin
+        self._buffer = HostBuffer(num_experts * layout.row_nbytes, pin=pin)
+        self.rows = self._buffer.bytes.view(num_experts, layout.row_nbytes)
+        self.tensors: Any = layout.views(self.rows)
+
+    @classmethod
+    @torch.no_grad()
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], *, pin: bool = False
+    ) -> CPUBackingStore:
+        """Copy stacked tensors `[E, *shape]`, of any device, into a new store.
+
+        Raises:
+            UnsupportedModelError: a tensor without an expert dimension, or sizes that differ.
+        """
+        layout, num_experts = ExpertLayout.of(tensors)
+        store = cls(layout, num_experts, pin=pin)
+        for name, tensor in tensors.items():
+            getattr(store.tensors, name).copy_(tensor.detach())
+        return store
+
+    @classmethod
+    def from_store(
+        cls,
+        source: ExpertStore,
+        *,
+        pin: bool = False,
+        after_each: Callable[[int], None] = lambda expert: None,
+    ) -> CPUBackingStore:
+        """Copy every row of another store; `after_each(expert)` reports progress."""
+        store = cls(source.layout, source.num_experts, pin=pin)
+        for expert in range(source.num_experts):
+            source.copy_into(expert, store.row(expert))
+            after_each(expert)
+        return store
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of `rows`."""
+        return self.rows.numel()
+
+    def row(self, expert: int) -> list[torch.Tensor]:
+        """Typed views of one row."""
+        return [tensor[expert] for tensor in self.tensors]
+
+    @torch.no_grad()
+    def copy_into(self, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy one row, asynchronously where the store is page-locked."""
+        for target, source in zip(tensors, self.tensors, strict=True):
+            target.copy_(source[expert], non_blocking=self.is_pinned)

@@ -1,0 +1,87 @@
+"""Copies beside compute: a copy stream, and the two banks through which a large call streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hotexperts.cache.store import ExpertStore
+from hotexperts.formats import ExpertLayout
+
+NUM_BANKS = 2
+
+
+class CopyLane:
+    """A side stream for copies, ordered against the compute stream by events.
+
+    On a CPU everything happens at once and every method does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def wait_for_compute(self) -> None:
+        """Later copies start after all compute that is enqueued now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Inside, copies go to this lane."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after the copies enqueued so far, for `compute_after`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def compute_after(self, event: torch.cuda.Event | None) -> None:
+        """Later compute starts after the event."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+class StreamBanks:
+    """Two banks shared by all layers of one layout: one is copied into while the other computes.
+
+    Not for two threads: it belongs to one model, whose layers run one after another.
+
+    Args:
+        layout: what a row holds.
+        num_rows: rows of each bank.
+        device: where the banks live.
+    """
+
+    def __init__(self, layout: ExpertLayout, num_rows: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_rows = num_rows
+        self.lane = CopyLane(device)
+        self.tensors: list[Any] = [layout.empty(num_rows, device) for _ in range(NUM_BANKS)]
+        self._used: list[torch.cuda.Event | None] = [None] * NUM_BANKS
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of both banks."""
+        return sum(tensor.nbytes for bank in self.tensors for tensor in bank)
+
+    def fill(
+        self, bank: int, store: ExpertStore, experts: Sequence[int]
+    ) -> torch.cuda.Event | None:
+        """Copy experts into the first rows of a bank, once its last reader is done.
+
+        Returns:
+            The event for `lane.compute_after`.
+        """
+        with self.lane.copying():
+            used = self._used[bank]
+            if used is not None:
+                torch.cuda.current_stream().wait_event(used)
+            for row, expert in enumerate(experts):
+                store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
+        return self.lane.mark()
+
+    def mark_used(self, bank: int) -> None:
+        """The bank may be overwritten after the compute enqueued so far."""
+        if self.tensors[bank][0].is_cuda:
+            self._used[bank] = torch.cuda.current_stream().record_event()

@@ -1,0 +1,107 @@
+"""Options as values: sizes as people write them, and the checked set that a cache is built from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hotexperts.errors import ConfigError
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+AUTO: Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A GPU budget in bytes, as opposed to a number of slots."""
+
+    num_bytes: int
+
+
+CacheSize: TypeAlias = int | Bytes | Literal["auto"]
+StoreKind: TypeAlias = Literal["ram", "file"]
+STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "6GiB", "512 MB", "1.5GB".
+
+    Raises:
+        ConfigError: no number, no unit or an unknown one, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    known = ", ".join(_UNITS)
+    if match is None:
+        raise ConfigError(f"size {text!r} is not a number with a unit: write for example 6GiB")
+    number, unit = match.groups()
+    by_lower = {name.lower(): factor for name, factor in _UNITS.items()}
+    if unit.lower() not in by_lower:
+        raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use one of {known}")
+    num_bytes = int(float(number) * by_lower[unit.lower()])
+    if num_bytes < 1:
+        raise ConfigError(f"size {text!r} is less than a byte: give more")
+    return num_bytes
+
+
+def parse_cache_size(value: int | str) -> CacheSize:
+    """Slots a layer (32 or "32"), "auto", or a GPU budget ("6GiB").
+
+    Raises:
+        ConfigError: none of these, or fewer than one slot.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(
+            f"expert_cache_size is {value!r}: give a number of slots a layer, 'auto' or a size "
+            "such as '6GiB'"
+        )
+    if isinstance(value, str) and value.strip() == AUTO:
+        return AUTO
+    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+\s*", value) is None:
+        return Bytes(parse_bytes(value))
+    num_slots = int(value)
+    if num_slots < 1:
+        raise ConfigError(f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed")
+    return num_slots
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people, in binary units with three digits: "1.25 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What a user may choose about a cache.
+
+    Attributes:
+        size: slots a layer, a GPU budget in bytes for the whole model, or "auto".
+        policy: a registered name or "module:Class".
+        store: "ram" copies every expert into host memory (page-locked on CUDA); "file" leaves
+            them in the checkpoint, memory-mapped.
+        check_host_memory: refuse before loading when the host seems to have too little.
+    """
+
+    size: CacheSize = AUTO
+    policy: str = "lru"
+    store: StoreKind = "ram"
+    check_host_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.store not in STORE_KINDS:
+            raise ConfigError(f"expert_store is {self.store!r}: use 'ram' or 'file'")

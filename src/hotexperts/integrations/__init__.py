@@ -1,0 +1,1 @@
+"""Engines: each integration hooks into a stock engine and talks to `cache`."""

@@ -1,0 +1,149 @@
+"""From stores to a working model: capacity, slots, banks, the experts function, the guards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
+from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
+from hotexperts.config import Bytes
+from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.transformers.experts import CachedExperts
+from hotexperts.integrations.transformers.handle import ExpertCache, guard
+from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.sizing import (
+    LayerShape,
+    SizePlan,
+    bank_rows,
+    capacity_for_budget,
+    fixed_capacity,
+)
+
+if TYPE_CHECKING:
+    from hotexperts.integrations.transformers.load import LoadOptions
+
+AUTO_SHARE = 0.9  # of the free memory
+WORKSPACE_BYTES = 256 * 2**20  # activations of a prefill chunk and the matrix library's scratch
+
+
+def attach_stores(
+    model: Any,
+    found: Sequence[ExpertsModule],
+    stores: Sequence[ExpertStore],
+    plan: SizePlan,
+    options: LoadOptions,
+    device: torch.device,
+    start: float,
+) -> None:
+    """Give every layer its cache, and the model its `expert_cache`.
+
+    Args:
+        model: parameters other than experts on `device`.
+        found: its experts modules.
+        stores: one a module.
+        plan: the capacity.
+        options: the user's choices.
+        device: where slots go.
+        start: `time.perf_counter()` when loading began.
+    """
+    banks: dict[ExpertLayout, StreamBanks] = {}
+    providers = []
+    for layer, store in zip(found, stores, strict=True):
+        num_rows = bank_rows(layer.num_experts, plan.capacity)
+        if num_rows and store.layout not in banks:
+            banks[store.layout] = StreamBanks(store.layout, num_rows, device)
+        provider = CachedWeightProvider(
+            store,
+            plan.capacity,
+            policy=options.cache.policy,
+            device=device,
+            banks=banks.get(store.layout),
+        )
+        CachedExperts(layer.module, provider, options.algorithm)
+        providers.append(provider)
+    model.eval()
+    guard(model, [layer.module for layer in found])
+    _keep_cuda_graphs_away(model)
+    model.expert_cache = ExpertCache(
+        names=tuple(layer.name for layer in found),
+        providers=tuple(providers),
+        capacity=plan.capacity,
+        policy=options.cache.policy,
+        store=options.cache.store,
+        reason=plan.reason,
+        banks=tuple(banks.values()),
+        load_seconds=time.perf_counter() - start,
+    )
+
+
+def check_early(found: Sequence[ExpertsModule], options: LoadOptions) -> None:
+    """Refuse what can be refused before anything is read.
+
+    Raises:
+        ConfigError: more slots than experts.
+        HostMemoryError: the experts do not fit the host's memory.
+    """
+    if isinstance(options.cache.size, int):
+        fixed_capacity(options.cache.size, _shapes(found))
+    if options.cache.store == "ram" and options.cache.check_host_memory:
+        needed = sum(layer.num_experts * layer.layout.row_nbytes for layer in found)
+        count = sum(layer.num_experts for layer in found)
+        require_host_bytes(needed, f"keeping {count} experts in memory")
+
+
+def plan_capacity(
+    model: Any, found: Sequence[ExpertsModule], options: LoadOptions, device: torch.device
+) -> SizePlan:
+    """Slots a layer, as asked or as a budget allows; other weights are on the device by now.
+
+    Raises:
+        ConfigError: more slots than experts, or a budget that is too small.
+    """
+    shapes = _shapes(found)
+    size = options.cache.size
+    if isinstance(size, int):
+        return fixed_capacity(size, shapes)
+    weights = _device_nbytes(model)
+    other = weights + _kv_nbytes(model.config, options.kv_tokens)
+    if device.type == "cuda":
+        other += WORKSPACE_BYTES
+    if isinstance(size, Bytes):
+        return capacity_for_budget(size.num_bytes, other, shapes)
+    free = _free_nbytes(device)
+    return capacity_for_budget(int(AUTO_SHARE * free) + weights, other, shapes)
+
+
+def _shapes(found: Sequence[ExpertsModule]) -> list[LayerShape]:
+    return [LayerShape(x.num_experts, x.top_k, x.layout.row_nbytes) for x in found]
+
+
+def _device_nbytes(model: Any) -> int:
+    tensors = (*model.parameters(), *model.buffers())
+    return sum({t.data_ptr(): t.nbytes for t in tensors if not t.is_meta}.values())
+
+
+def _free_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_bytes()
+
+
+def _kv_nbytes(config: Any, num_tokens: int) -> int:
+    """Keys and values of every layer as if all were plain attention: an upper estimate."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = max(heads) if isinstance(heads, list) else heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = getattr(text.dtype, "itemsize", 2)
+    return int(2 * text.num_hidden_layers * heads * head_dim * itemsize * num_tokens)
+
+
+def _keep_cuda_graphs_away(model: Any) -> None:
+    """The host decides in every layer, which a captured graph cannot replay."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.disable_compile = True

@@ -1,0 +1,123 @@
+"""Everything private of Transformers that the integration touches, checked before first use.
+
+Known to work: see `KNOWN_VERSIONS`. The names are looked up here and nowhere else, so that a new
+release fails in one place, at start, with its version in the message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from hotexperts.errors import UnsupportedModelError
+
+KNOWN_VERSIONS = ("5.17", "5.24")
+EXPERTS_FLAGS = ("is_transposed", "has_bias", "has_gate", "config")
+KNOWN_DECORATOR_FLAGS = frozenset(
+    {
+        "experts_interface",
+        "is_concatenated",
+        "is_transposed",
+        "has_bias",
+        "has_gate",
+        "has_post_expert_norm",
+    }
+)
+KNOWN_PARAMETERS = frozenset(
+    {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+)
+
+
+class TransformersNames(NamedTuple):
+    """The names in use, found and checked.
+
+    Attributes:
+        experts_functions: registry of experts implementations by name.
+        batched_mm: gathers the weights of every (token, expert) pair, then one batched product.
+        grouped_mm: sorts pairs by expert, then one grouped product.
+        base_model: `PreTrainedModel`.
+        rename_source_key: checkpoint key to model key.
+        natural_key: sort key under which checkpoint keys are visited.
+        converter: class of weight converters.
+        renaming: class of weight renamings.
+        merge: converter operation that stacks per-expert tensors.
+        concatenate: converter operation that joins gate and up.
+    """
+
+    experts_functions: Any
+    batched_mm: Callable[..., torch.Tensor]
+    grouped_mm: Callable[..., torch.Tensor]
+    base_model: Any
+    rename_source_key: Callable[..., tuple[str, str | None]]
+    natural_key: Callable[[str], Any]
+    converter: Any
+    renaming: Any
+    merge: Any
+    concatenate: Any
+
+
+@lru_cache(maxsize=1)
+def names() -> TransformersNames:
+    """Find and check the names.
+
+    Raises:
+        UnsupportedModelError: this Transformers lacks one of them; the message gives its version
+            and the known ones.
+    """
+    import transformers
+
+    try:
+        from transformers import PreTrainedModel, core_model_loading
+        from transformers.integrations import moe
+
+        found = TransformersNames(
+            moe.ALL_EXPERTS_FUNCTIONS,
+            moe.batched_mm_experts_forward,
+            moe.grouped_mm_experts_forward,
+            PreTrainedModel,
+            core_model_loading.rename_source_key,
+            core_model_loading.dot_natural_key,
+            core_model_loading.WeightConverter,
+            core_model_loading.WeightRenaming,
+            core_model_loading.MergeModulelist,
+            core_model_loading.Concatenate,
+        )
+        _require_parameters(
+            PreTrainedModel._load_pretrained_model,
+            ["model", "state_dict", "checkpoint_files", "load_config"],
+        )
+        _require_parameters(
+            core_model_loading.rename_source_key,
+            ["source_key", "weight_renamings", "weight_converters", "base_model_prefix"],
+        )
+        _require_parameters(
+            moe.batched_mm_experts_forward,
+            ["self", "hidden_states", "top_k_index", "top_k_weights"],
+        )
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"Transformers {transformers.__version__} is not supported ({error}): install one of "
+            f"{', '.join(KNOWN_VERSIONS)}"
+        ) from error
+    return found
+
+
+def _require_parameters(function: Callable[..., Any], expected: list[str]) -> None:
+    found = list(inspect.signature(function).parameters)
+    if found[: len(expected)] != expected:
+        raise AttributeError(f"{function.__qualname__} takes {found}, not {expected}")
+
+
+def original_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """The experts class's own loop, behind the dispatching wrapper."""
+    return type(module).forward.__wrapped__
+
+
+def is_decorated_experts(module: torch.nn.Module) -> bool:
+    """Whether Transformers' experts decorator made this module's forward dispatch."""
+    flags = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
+    return flags and hasattr(type(module).forward, "__wrapped__")

@@ -1,0 +1,197 @@
+"""The experts function that Transformers calls in every MoE layer, and its cached state.
+
+The matrix products are Transformers' own: its implementations run on a shallow copy of the experts
+module whose weight attributes are slot tensors and whose ids are slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from contextlib import closing
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from hotexperts.cache import ExpertWeightProvider, ExpertWeightResult
+from hotexperts.errors import ConfigError, UnsupportedOperationError
+from hotexperts.integrations.transformers import compat
+
+NAME = "hotexperts"
+PREFILL_MIN_TOKENS = 64  # calls of more tokens must not push decode's experts out
+BATCHED_MAX_PAIRS = 64  # batched_mm copies the weights of every pair: only for few
+
+Algorithm: TypeAlias = Literal["auto", "eager", "batched_mm", "grouped_mm"]
+ALGORITHMS: tuple[Algorithm, ...] = ("auto", "eager", "batched_mm", "grouped_mm")
+
+_keys = itertools.count()
+_layers: weakref.WeakValueDictionary[int, CachedExperts] = weakref.WeakValueDictionary()
+
+
+class CachedExperts:
+    """One experts module and the provider of its weights.
+
+    Args:
+        module: the experts module, its parameters taken out.
+        provider: gives the weights.
+        algorithm: which of Transformers' implementations multiplies; "auto" takes `batched_mm`
+            for few pairs on CUDA, as Transformers does when it decodes, and else `grouped_mm`.
+
+    Raises:
+        ConfigError: an unknown algorithm.
+    """
+
+    def __init__(
+        self, module: nn.Module, provider: ExpertWeightProvider, algorithm: Algorithm = "auto"
+    ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ConfigError(
+                f"experts_algorithm is {algorithm!r}: use one of {', '.join(ALGORITHMS)}"
+            )
+        self.provider = provider
+        self.algorithm = algorithm
+        self.key = next(_keys)
+        self._module = weakref.ref(module)
+        self._proxies: dict[int, nn.Module] = {}
+        _layers[self.key] = self
+        module._hotexperts = self
+
+    def run(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            hidden: `[T, H]`.
+            index: `[T, K]` expert ids, -1 for none.
+            weights: `[T, K]`.
+
+        Returns:
+            `[T, H]` in hidden's dtype.
+        """
+        algorithm = self._choose(index)
+        waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
+        with closing(waves):
+            first = next(waves)
+            if first.pairs is None and algorithm != "eager":
+                multiply = _multiply(algorithm, self._proxy(first))
+                return multiply(self._proxy(first), hidden, first.topk_ids, weights)
+            if algorithm == "eager":
+                return self._sum_by_expert(itertools.chain([first], waves), hidden, index, weights)
+            rows = hidden.new_zeros(index.numel(), hidden.shape[-1])
+            for wave in itertools.chain([first], waves):
+                self._fill_rows(algorithm, wave, hidden, rows)
+        weighted = rows * weights.reshape(-1, 1)
+        return weighted.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
+
+    def _fill_rows(
+        self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Write the unweighted output of the wave's pairs into rows `[T * K, H]`."""
+        top_k = wave.topk_ids.shape[-1]
+        pairs = wave.pairs
+        if pairs is None:
+            pairs = torch.arange(len(rows), device=rows.device)
+        if pairs.numel() == 0:
+            return
+        proxy = self._proxy(wave)
+        tokens = hidden[pairs // top_k]
+        slots = wave.topk_ids.reshape(-1, 1)[pairs]
+        ones = tokens.new_ones(len(pairs), 1)
+        rows[pairs] = _multiply(algorithm, proxy)(proxy, tokens, slots, ones)
+
+    def _sum_by_expert(
+        self,
+        waves: Any,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Transformers' eager order: experts ascending, each added in the model's dtype."""
+        ids, top_k = index.flatten().cpu(), index.shape[-1]
+        parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for wave in waves:
+            proxy = self._proxy(wave)
+            slots = wave.topk_ids.reshape(-1, 1)
+            served = torch.arange(len(ids)) if wave.pairs is None else wave.pairs.cpu()
+            for expert in ids[served].unique().tolist():
+                pairs = served[ids[served] == expert]
+                pairs = pairs[(pairs % top_k).argsort(stable=True)].to(hidden.device)
+                tokens, pair_weights = pairs // top_k, weights.reshape(-1, 1)[pairs]
+                out = _multiply("eager", proxy)(proxy, hidden[tokens], slots[pairs], pair_weights)
+                parts[expert] = tokens, out
+        total = torch.zeros_like(hidden)
+        for expert in sorted(parts):
+            total.index_add_(0, *parts[expert])
+        return total
+
+    def _choose(self, index: torch.Tensor) -> str:
+        if self.algorithm != "auto":
+            return self.algorithm
+        return (
+            "batched_mm" if index.is_cuda and index.numel() <= BATCHED_MAX_PAIRS else "grouped_mm"
+        )
+
+    def _proxy(self, wave: ExpertWeightResult) -> nn.Module:
+        """The module as it would be with the wave's rows for experts; made once a tensor set."""
+        address = wave.tensors[0].data_ptr()
+        proxy = self._proxies.get(address)
+        if proxy is None:
+            module = self._module()
+            assert module is not None, "the module owns this object"
+            proxy = copy.copy(module)
+            del proxy.__dict__["_hotexperts"]
+            proxy.__dict__.update(wave.tensors._asdict())
+            proxy.__dict__["num_experts"] = wave.tensors[0].shape[0]
+            self._proxies[address] = proxy
+        return proxy
+
+
+def _multiply(algorithm: str, module: nn.Module) -> Any:
+    if algorithm == "eager":
+        return compat.original_forward(module)
+    found = compat.names()
+    return found.batched_mm if algorithm == "batched_mm" else found.grouped_mm
+
+
+@torch.library.custom_op("hotexperts::experts", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _experts_op(
+    hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return _layers[layer].run(hidden, index, weights)
+
+
+@_experts_op.register_fake
+def _experts_fake(
+    hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What Transformers calls under the name "hotexperts"; arguments as for `CachedExperts.run`.
+
+    Raises:
+        UnsupportedOperationError: no cache is attached, or gradients are asked for.
+    """
+    state = getattr(self, "_hotexperts", None)
+    if state is None:
+        raise UnsupportedOperationError(
+            f"{type(self).__name__} has no expert cache: load the model with "
+            "hotexperts.transformers.load(), or attach() one"
+        )
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        raise UnsupportedOperationError(
+            "gradients through cached experts are not supported: run under torch.no_grad(), and "
+            "train or fine-tune (PEFT) without an expert cache"
+        )
+    return _experts_op(hidden_states, top_k_index, top_k_weights, state.key)
+
+
+def register() -> None:
+    """Make the name known to Transformers; harmless when repeated."""
+    functions = compat.names().experts_functions
+    if NAME not in functions:
+        functions.register(NAME, experts_forward)

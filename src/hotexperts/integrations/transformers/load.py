@@ -1,0 +1,188 @@
+"""Loading: experts go to a store, everything else to the device, nothing twice.
+
+Transformers calls `PreTrainedModel._load_pretrained_model` when the model exists on the meta
+device and the files are known. A hook there takes the experts' parameters out, so that their
+checkpoint tensors are never read by Transformers, and then gives each layer a cache.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotexperts.cache import CPUBackingStore, ExpertStore
+from hotexperts.cache.file_store import PinnedBounce
+from hotexperts.config import CacheConfig
+from hotexperts.errors import CheckpointError, UnsupportedOperationError
+from hotexperts.integrations.transformers import compat, experts
+from hotexperts.integrations.transformers.build import attach_stores, check_early, plan_capacity
+from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
+from hotexperts.integrations.transformers.modules import (
+    ExpertsModule,
+    find_experts,
+    take_parameters,
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What `load`, `attach` and `install` may choose.
+
+    Attributes:
+        cache: size, policy and store of the experts.
+        algorithm: see `CachedExperts`.
+        kv_tokens: tokens of KV cache to leave room for when the size is a budget or "auto".
+        progress: called with (experts loaded, experts in all).
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    algorithm: experts.Algorithm = "auto"
+    kv_tokens: int = 4096
+    progress: Progress = lambda done, total: None
+
+
+_pending: ContextVar[LoadOptions | None] = ContextVar("hotexperts_load_options", default=None)
+_defaults = LoadOptions()
+
+
+def install(options: LoadOptions) -> None:
+    """Hook into Transformers once; models that ask for "hotexperts" experts use `options`."""
+    global _defaults
+    _defaults = options
+    experts.register()
+    base = compat.names().base_model
+    if getattr(base._load_pretrained_model, "_hotexperts", False):
+        return
+    original = base._load_pretrained_model
+
+    def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
+        if model.config._experts_implementation != experts.NAME:
+            return original(model, state_dict, files, load_config, *rest)
+        options = _pending.get() or _defaults
+        return _load(original, options, model, state_dict, files, load_config, *rest)
+
+    hook._hotexperts = True  # type: ignore[attr-defined]
+    base._load_pretrained_model = staticmethod(hook)
+
+
+@contextmanager
+def pending(options: LoadOptions) -> Iterator[None]:
+    """Inside, this thread's `from_pretrained` uses `options`."""
+    install(_defaults)
+    token = _pending.set(options)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+def _load(
+    original: Callable[..., Any],
+    options: LoadOptions,
+    model: Any,
+    state_dict: Any,
+    files: Any,
+    load_config: Any,
+    *rest: Any,
+) -> Any:
+    start = time.perf_counter()
+    device = _single_device(load_config)
+    if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
+        raise CheckpointError(
+            "an expert cache reads safetensors files only: convert the checkpoint "
+            "(save_pretrained writes safetensors)"
+        )
+    found = find_experts(model)
+    checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
+    check_early(found, options)
+    model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
+    for layer in found:
+        take_parameters(layer.module)
+    result = original(model, None, files, load_config, *rest)
+    plan = plan_capacity(model, found, options, device)
+    stores = make_stores(found, checkpoint, options, device)
+    attach_stores(model, found, stores, plan, options, device, start)
+    return result
+
+
+def make_stores(
+    found: Sequence[ExpertsModule],
+    checkpoint: ExpertCheckpoint,
+    options: LoadOptions,
+    device: torch.device,
+) -> list[ExpertStore]:
+    """One store a layer, in memory or in the file, as the options say."""
+    pin = device.type == "cuda"
+    if options.cache.store == "file":
+        bounce = PinnedBounce(max(x.layout.row_nbytes for x in found)) if pin else None
+        return [checkpoint.store(layer, bounce=bounce) for layer in found]
+    num_experts = sum(layer.num_experts for layer in found)
+    done = 0
+    stores: list[ExpertStore] = []
+    for layer in found:
+
+        def report(expert: int, before: int = done) -> None:
+            options.progress(before + expert + 1, num_experts)
+
+        source = checkpoint.store(layer, release_pages=True)
+        stores.append(CPUBackingStore.from_store(source, pin=pin, after_each=report))
+        done += layer.num_experts
+    return stores
+
+
+def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
+    """Move a loaded model's experts into stores, one layer at a time, and cache them."""
+    start = time.perf_counter()
+    if options.cache.store == "file":
+        raise UnsupportedOperationError(
+            "attach() copies experts that are in memory: use load() to leave them in the file"
+        )
+    found = find_experts(model)
+    check_early(found, options)
+    stores: list[ExpertStore] = []
+    for layer in found:
+        parameters = take_parameters(layer.module)
+        stores.append(CPUBackingStore.from_tensors(parameters, pin=device.type == "cuda"))
+        parameters.clear()
+    nn.Module.to(model, device)
+    experts.register()
+    model.set_experts_implementation(experts.NAME)
+    plan = plan_capacity(model, found, options, device)
+    attach_stores(model, found, stores, plan, options, device, start)
+
+
+def _single_device(load_config: Any) -> torch.device:
+    if getattr(load_config, "device_mesh", None) is not None:
+        raise UnsupportedOperationError(
+            "tp_plan and device meshes do not work with an expert cache: use one GPU"
+        )
+    devices = set((load_config.device_map or {"": "cpu"}).values())
+    if len(devices) != 1:
+        raise UnsupportedOperationError(
+            f"device_map places the model on {sorted(map(str, devices))}: an expert cache needs "
+            'one device, for example device_map="cuda"'
+        )
+    (where,) = devices
+    device = torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedOperationError(f"device {device} is not supported: use cuda or cpu")
+    return device
+
+
+def _ignored(model: Any, found: Sequence[ExpertsModule]) -> set[str]:
+    """Patterns of checkpoint keys that Transformers must not call unexpected."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    prefix = f"{model.base_model_prefix}."
+    for layer in found:
+        patterns.add(re.escape(layer.name.removeprefix(prefix)) + r"\.")
+    return patterns

@@ -1,0 +1,123 @@
+"""Finding a model's experts modules, taking their parameters out, and refusing what is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hotexperts.errors import UnsupportedModelError
+from hotexperts.formats import ExpertLayout, TensorSpec
+from hotexperts.integrations.transformers import llama4
+from hotexperts.integrations.transformers.compat import KNOWN_PARAMETERS, is_decorated_experts
+
+# What the experts functions need to know of every class; older releases leave some out.
+_FLAG_DEFAULTS = {"has_post_expert_norm": False, "_is_expert_parallel": False}
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """One layer's experts: where they are in the model and what they hold.
+
+    Attributes:
+        name: the module's path in the model.
+        module: the module itself.
+        layout: one expert's tensors, as the model's dtypes want them.
+        num_experts: experts in the layer.
+        top_k: experts a token, as far as the configuration says.
+    """
+
+    name: str
+    module: nn.Module
+    layout: ExpertLayout
+    num_experts: int
+    top_k: int
+
+
+def find_experts(model: nn.Module) -> list[ExpertsModule]:
+    """Every experts module of a model whose parameters are still in place, in layer order.
+
+    Raises:
+        UnsupportedModelError: none, or one whose class or parameters are not known; both are
+            named.
+    """
+    found = []
+    for name, module in model.named_modules():
+        llama4.adapt(module)
+        if is_decorated_experts(module):
+            found.append(_describe(name, module))
+        elif _looks_like_experts(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) holds experts in a form that hotexperts does "
+                "not know; load this model without an expert cache"
+            )
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts: it is not a Mixture-of-Experts model, so "
+            "there is nothing to cache; load it with Transformers as it is"
+        )
+    return found
+
+
+def take_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Remove a module's own parameters; plain attributes of the same name stay for readers.
+
+    Quantisers' converters look up shape and dtype of the parameter that they make, so a meta
+    tensor takes each one's place.
+    """
+    taken = dict(module._parameters)
+    module._parameters.clear()
+    for name, parameter in taken.items():
+        if parameter is not None:
+            module.__dict__[name] = torch.empty_like(parameter, device="meta", requires_grad=False)
+    for flag, value in _FLAG_DEFAULTS.items():
+        if not hasattr(module, flag):
+            setattr(module, flag, value)
+    module._is_hf_initialized = True  # or the initialiser looks for what was taken
+    return {name: parameter for name, parameter in taken.items() if parameter is not None}
+
+
+def _describe(name: str, module: nn.Module) -> ExpertsModule:
+    parameters = {n: p for n, p in module._parameters.items() if p is not None}
+    unknown = sorted(set(parameters) - KNOWN_PARAMETERS)
+    if unknown or not parameters:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} ({name}) has the experts parameters {sorted(parameters)}, "
+            f"of which {unknown} are not known; load this model without an expert cache"
+        )
+    _, num_experts = ExpertLayout.of(parameters)
+    return ExpertsModule(
+        name, module, layout_of(parameters), num_experts, _top_k(module, num_experts)
+    )
+
+
+def layout_of(parameters: Mapping[str, torch.Tensor]) -> ExpertLayout:
+    """One expert's tensors, from parameters `[E, *shape]` that may be on the meta device."""
+    return ExpertLayout(
+        tuple(TensorSpec(n, tuple(p.shape[1:]), p.dtype) for n, p in parameters.items())
+    )
+
+
+def _top_k(module: nn.Module, num_experts: int) -> int:
+    config = module.config
+    for name in (
+        "num_experts_per_tok",
+        "top_k_experts",
+        "moe_k",
+        "moe_top_k",
+        "num_experts_per_token",
+    ):
+        value = getattr(config, name, None)
+        if isinstance(value, list):
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return min(value, num_experts)
+    return 1
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    """An undecorated class called ...Experts with stacked weights of its own."""
+    stacked = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+    return type(module).__name__.endswith("Experts") and stacked

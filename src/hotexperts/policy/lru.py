@@ -1,0 +1,39 @@
+"""LRU: the expert whose last use is longest ago leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from hotexperts.policy.base import Policy
+
+
+class LRU(Policy):
+    """Least recently used, by layer call: all experts of one call share its time.
+
+    Classic; the baseline of every comparison.
+    """
+
+    name = "lru"
+
+    def reset(self) -> None:
+        """Forget every use."""
+        super().reset()
+        self.last_use = [-1] * self.num_experts
+
+    def record(
+        self,
+        demand: Sequence[int],
+        counts: Sequence[int],
+        resident: Collection[int],
+        *,
+        evict: bool = True,
+    ) -> None:
+        """Stamp the demanded experts with this event's time."""
+        for expert in demand:
+            self.last_use[expert] = self.tick
+        self.tick += 1
+
+    def eviction_key(self, expert: int) -> Any:
+        """Time of the last use."""
+        return self.last_use[expert]

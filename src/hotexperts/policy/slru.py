@@ -1,0 +1,49 @@
+"""SLRU: newcomers are on probation until they are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hotexperts.policy.lru import LRU
+
+
+class SLRU(LRU):
+    """Segmented LRU (Karedla, Love and Wherry, IEEE Computer 27(3), 1994).
+
+    A hit moves an expert into the protected segment, at most 4/5 of the slots; what overflows
+    there, oldest first, goes back on probation. Victims come from probation first.
+    """
+
+    name = "slru"
+
+    def reset(self) -> None:
+        """Forget every use and empty the protected segment."""
+        super().reset()
+        self.protected: set[int] = set()
+        self.max_protected = self.capacity * 4 // 5
+
+    def record(
+        self,
+        demand: Sequence[int],
+        counts: Sequence[int],
+        resident: Collection[int],
+        *,
+        evict: bool = True,
+    ) -> None:
+        """Stamp the demanded experts and protect those that hit."""
+        super().record(demand, counts, resident, evict=evict)
+        self.protected.update(expert for expert in demand if expert in resident)
+        overflow = len(self.protected) - self.max_protected
+        if overflow > 0:
+            self.protected.difference_update(sorted(self.protected, key=self._age)[:overflow])
+
+    def eviction_key(self, expert: int) -> tuple[bool, int]:
+        """Probation before protected, then time of the last use."""
+        return expert in self.protected, self.last_use[expert]
+
+    def moved(self, admitted: Sequence[int], victims: Sequence[int]) -> None:
+        """Whoever leaves loses its protection."""
+        self.protected.difference_update(victims)
+
+    def _age(self, expert: int) -> tuple[int, int]:
+        return self.last_use[expert], expert

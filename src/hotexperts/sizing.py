@@ -1,0 +1,104 @@
+"""How many slots fit: the arithmetic of "auto" and of a byte budget, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotexperts.config import format_bytes
+from hotexperts.errors import ConfigError
+
+RESERVE = 0.05  # of the budget, for allocator fragments and what nobody foresees
+DEFAULT_BANK_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What sizing must know of one MoE layer."""
+
+    num_experts: int
+    top_k: int
+    row_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizePlan:
+    """A capacity and the arithmetic behind it.
+
+    Attributes:
+        capacity: slots a layer.
+        reason: one line for people: where the number comes from.
+    """
+
+    capacity: int
+    reason: str
+
+
+def bank_rows(num_experts: int, capacity: int) -> int:
+    """Rows of one bank: what a call over capacity streams at a time; 0 where all is resident."""
+    return min(DEFAULT_BANK_ROWS, num_experts - capacity)
+
+
+def banks_nbytes(layers: Sequence[LayerShape], capacity: int) -> int:
+    """Bytes of the two banks that the layers share."""
+    return 2 * max(bank_rows(s.num_experts, capacity) * s.row_nbytes for s in layers)
+
+
+def fixed_capacity(num_slots: int, layers: Sequence[LayerShape]) -> SizePlan:
+    """A number of slots that the user chose.
+
+    Raises:
+        ConfigError: more slots than experts; nothing is clamped in silence.
+    """
+    most = min(shape.num_experts for shape in layers)
+    if num_slots > most:
+        raise ConfigError(
+            f"expert_cache_size is {num_slots}, but a layer has only {most} experts: "
+            f"give at most {most}, or 'auto'"
+        )
+    return SizePlan(num_slots, f"{num_slots} slots a layer as asked")
+
+
+def capacity_for_budget(
+    budget_bytes: int, other_bytes: int, layers: Sequence[LayerShape]
+) -> SizePlan:
+    """The most slots, equal for every layer, that a GPU budget holds.
+
+    slots = (budget - other - banks - 5 %) / (bytes of one slot in every layer), at most E.
+
+    Args:
+        budget_bytes: for weights, slots, banks, KV cache and workspace together.
+        other_bytes: all of these but slots and banks.
+        layers: the MoE layers.
+
+    Raises:
+        ConfigError: fewer slots than experts a token would fit; the message has the sum.
+    """
+    slot_bytes = sum(shape.row_nbytes for shape in layers)
+    most = min(shape.num_experts for shape in layers)
+    least = max(shape.top_k for shape in layers)
+    room = int(budget_bytes * (1 - RESERVE)) - other_bytes
+    capacity = next(
+        (
+            slots
+            for slots in range(most, 0, -1)
+            if slots * slot_bytes + banks_nbytes(layers, slots) <= room
+        ),
+        0,
+    )
+    if capacity < min(least, most):
+        needed = least * slot_bytes + banks_nbytes(layers, least) + other_bytes
+        raise ConfigError(
+            f"a GPU budget of {format_bytes(budget_bytes)} holds {capacity} slots a layer, the "
+            f"model uses {least} experts a token: {least} slots x {len(layers)} layers "
+            f"({format_bytes(least * slot_bytes)}), two banks "
+            f"({format_bytes(banks_nbytes(layers, least))}) and the rest "
+            f"({format_bytes(other_bytes)}) need {format_bytes(needed / (1 - RESERVE))}"
+        )
+    reason = (
+        f"{capacity} slots a layer: {format_bytes(budget_bytes)} - 5 % - "
+        f"{format_bytes(other_bytes)} (other weights, KV, workspace) - "
+        f"{format_bytes(banks_nbytes(layers, capacity))} (banks) over "
+        f"{format_bytes(slot_bytes)} a slot in {len(layers)} layers"
+    )
+    return SizePlan(capacity, reason)

@@ -1,0 +1,57 @@
+"""Plain counters of one layer's cache; they know nothing of how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the last reset. Each distinct expert counts once a layer call.
+
+    Attributes:
+        calls: layer calls.
+        hits: demanded experts that were resident when the call began.
+        misses: demanded experts that were not.
+        bypasses: misses that were served without entering the cache.
+        evictions: residents that gave up their slot.
+        waves: kernel calls over part of a demand.
+        bytes_moved: bytes copied from the store for misses.
+    """
+
+    calls: int = 0
+    hits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    evictions: int = 0
+    waves: int = 0
+    bytes_moved: int = 0
+
+    @property
+    def demands(self) -> int:
+        """Hits and misses together."""
+        return self.hits + self.misses
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over demands, 0.0 to 1.0; NaN before the first demand."""
+        return self.hits / self.demands if self.demands else float("nan")
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+    def as_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def total(stats: Iterable[CacheStats]) -> CacheStats:
+    """The sum over layers, as a new object."""
+    result = CacheStats()
+    for one in stats:
+        for name, value in one.as_dict().items():
+            setattr(result, name, getattr(result, name) + value)
+    return result

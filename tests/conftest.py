@@ -1,0 +1,34 @@
+"""Markers that need something the machine may lack, and a device that stands in for a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+# Modules that import Transformers at their top cannot be collected without it.
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["integrations/*.py"]
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the slots live: the CPU stands in for a GPU everywhere, and CUDA runs where it is."""
+    return str(request.param)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from hotexperts.config import Bytes, CacheConfig, format_bytes, parse_bytes, parse_cache_size
+from hotexperts.errors import ConfigError
+from hotexperts.sizing import LayerShape, bank_rows, capacity_for_budget, fixed_capacity
+
+LAYERS = [LayerShape(num_experts=16, top_k=4, row_nbytes=1000)] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("6GiB", 6 * 2**30), ("512 MB", 512 * 10**6), ("1.5gb", 1_500_000_000), (" 7 B ", 7)],
+)
+def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+    assert parse_cache_size(text) == Bytes(num_bytes)
+
+
+@pytest.mark.parametrize("value", [32, "32", " 32 "], ids=["int", "text", "spaces"])
+def test_a_number_is_a_number_of_slots(value: int | str) -> None:
+    assert parse_cache_size(value) == 32
+    assert parse_cache_size("auto") == "auto"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "at least 1 slot"),
+        ("-3", "at least 1 slot"),
+        ("6 parsecs", "unknown unit 'parsecs'.*GiB"),
+        ("GiB", "not a number with a unit"),
+        ("", "not a number with a unit"),
+        ("0.1B", "less than a byte"),
+        (1.5, "give a number of slots"),
+        (True, "give a number of slots"),
+    ],
+)
+def test_a_size_that_means_nothing_is_refused(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_cache_size(value)  # type: ignore[arg-type]
+
+
+def test_an_unknown_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'ram' or 'file'"):
+        CacheConfig(store="tape")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (6 * 2**40, "6.00 TiB")],
+)
+def test_bytes_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_a_budget_becomes_the_most_slots_that_fit() -> None:
+    # 10 slots: 3 layers x 10,000 + two banks of min(8, 6) rows = 42,000; 11 slots: 43,000
+    plan = capacity_for_budget(45_000, 500, LAYERS)  # 42,750 after the reserve
+    assert plan.capacity == 10
+    assert "10 slots a layer" in plan.reason
+    assert capacity_for_budget(10**9, 0, LAYERS).capacity == 16
+
+
+def test_a_budget_below_one_token_is_refused_with_the_sum() -> None:
+    with pytest.raises(ConfigError, match=r"holds 0 slots a layer, the model uses 4 experts"):
+        capacity_for_budget(10_000, 500, LAYERS)
+
+
+def test_slots_above_the_experts_are_not_clamped() -> None:
+    assert fixed_capacity(16, LAYERS).capacity == 16
+    with pytest.raises(ConfigError, match="only 16 experts: give at most 16, or 'auto'"):
+        fixed_capacity(17, LAYERS)
+
+
+def test_no_banks_where_everything_is_resident() -> None:
+    assert (bank_rows(16, 16), bank_rows(16, 12), bank_rows(16, 1)) == (0, 4, 8)
