@@ -1,6 +1,11 @@
 """hotexperts: Mixture-of-Experts models bigger than the GPU, through a cache of expert slots."""
 
-from importlib.metadata import version
-
-__version__ = version("hotexperts")
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hotexperts")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

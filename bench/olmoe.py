@@ -1,0 +1,80 @@
+"""The OLMoE-1B-7B shape with random weights, and a recorded routing replayed in its routers.
+
+Replay R2: model layer l reads trace layer l mod L, sequence and position as recorded; positions
+from 128 on are decode. The trace is an `.npz` whose `ids` are `[sequence, position, layer, k]`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+PREFILL_TOKENS = 128
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+}
+
+
+def build(device: str) -> Any:
+    """The model on the CPU with random weights, drawn on `device`; RMS norms are 1."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    config = OlmoeConfig(**SHAPE, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = OlmoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu").eval()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1)
+            else:
+                shape, kind = parameter.shape, parameter.dtype
+                fresh = torch.randn(shape, generator=generator, device=device, dtype=kind)
+                parameter.copy_(fresh.mul_(0.02))
+    _restore_rotary(model, config)
+    return model
+
+
+def _restore_rotary(model: Any, config: Any) -> None:
+    rotary = type(model.model.rotary_emb)(config)
+    model.model.rotary_emb = rotary
+    assert rotary.inv_freq.dtype == torch.float32
+
+
+class Replay:
+    """Makes every router of a model answer with recorded ids.
+
+    Args:
+        trace: the `.npz`.
+        model: an OLMoE model.
+        device: where its layers compute.
+    """
+
+    def __init__(self, trace: Path, model: Any, device: str) -> None:
+        ids = np.load(trace)["ids"]  # [sequence, position, layer, k]
+        self.num_sequences, self.num_positions, num_layers, self.top_k = ids.shape
+        self._ids = torch.from_numpy(ids.astype(np.int64)).to(device)
+        self.sequence = self.position = 0
+        for layer_index, layer in enumerate(model.model.layers):
+            layer.mlp.gate.forward = self._router(layer_index % num_layers)
+
+    def _router(self, layer: int) -> Any:
+        def forward(hidden: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+            num_tokens = hidden.shape[:-1].numel()
+            stop = self.position + num_tokens
+            ids = self._ids[self.sequence, self.position : stop, layer].to(hidden.device)
+            weights = hidden.new_full(ids.shape, 1 / self.top_k)
+            return None, weights, ids
+
+        return forward
