@@ -1,8 +1,8 @@
 """The heart: slots on the GPU, stores on the host, and the provider between them."""
 
+from hotexperts.cache.cached import CachedWeightProvider
 from hotexperts.cache.file_store import FileStore
 from hotexperts.cache.provider import (
-    CachedWeightProvider,
     ExpertWeightProvider,
     ExpertWeightResult,
     FullGPUProvider,

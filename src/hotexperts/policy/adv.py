@@ -1,0 +1,99 @@
+"""ADV: seven AUTOs play in shadow, the best one's score is used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hotexperts.policy.auto import AUTO, Averages, winners
+from hotexperts.policy.ewma import SMALLEST
+
+FAST_DECAYS = (0.5, 0.8)
+SLOW_DECAYS = (0.9, 0.95, 0.97, 0.985, 0.99)
+SHADOWS = (  # (a, df, ds) of each
+    (1.0, 0.5, 0.9),
+    (0.6, 0.8, 0.97),
+    (0.4, 0.8, 0.97),
+    (0.3, 0.8, 0.985),
+    (0.2, 0.8, 0.99),
+    (0.0, 0.8, 0.95),
+    (0.0, 0.8, 0.9),
+)
+HOME = 2  # AUTO's own parameters
+FAST_ROW = [FAST_DECAYS.index(df) for _, df, _ in SHADOWS]
+SLOW_ROW = [SLOW_DECAYS.index(ds) for _, _, ds in SHADOWS]
+FAST_WEIGHT = np.array([a for a, _, _ in SHADOWS], np.float32)[:, None]
+SLOW_WEIGHT = np.array([1 - a for a, _, _ in SHADOWS], np.float32)[:, None]
+DISCOUNT = np.float32(0.99)
+MARGIN = np.float32(1.002)
+
+
+class ADV(AUTO):
+    """AUTO that chooses its own mix. Ours.
+
+    Seven caches of `capacity` slots that hold no bytes start empty and follow AUTO, each with
+    its own (a, df, ds) and no limit to bypassing; a prefill fills their free slots only. In every
+    event, in this order: the two fast and five slow averages advance; each shadow's
+    `score = (a * f) + (b * s)`; `worth = (.99 * worth) + hits`, hits judged before the shadow
+    moves, then below 1e-30 becomes 0; the shadows move; the index for this event is chosen. It is
+    that of the highest worth, the lowest of equals, if this is above `1.002 * worth[2]`,
+    otherwise 2: nothing else is remembered. The real cache then admits and evicts as AUTO does,
+    with that shadow's score. All float32, each operation rounded.
+    """
+
+    name = "adv"
+
+    def __init__(self, num_experts: int, capacity: int) -> None:
+        super().__init__(num_experts, capacity)
+
+    def reset(self) -> None:
+        """Forget every use and empty the shadows."""
+        super().reset()
+        self.fast = Averages(FAST_DECAYS, self.num_experts)
+        self.slow = Averages(SLOW_DECAYS, self.num_experts)
+        self.held = np.zeros((len(SHADOWS), self.num_experts), np.bool_)
+        self.worth = np.zeros(len(SHADOWS), np.float32)
+        self.index = HOME
+
+    def record(
+        self,
+        demand: Sequence[int],
+        counts: Sequence[int],
+        resident: Collection[int],
+        *,
+        evict: bool = True,
+    ) -> None:
+        """Advance averages and shadows, then choose the index whose score is used."""
+        self._advance(demand, counts)
+        fast = FAST_WEIGHT * self.fast.rows[FAST_ROW]
+        scores = fast + (SLOW_WEIGHT * self.slow.rows[SLOW_ROW])
+        demanded = np.zeros(self.num_experts, np.bool_)
+        demanded[list(demand)] = True
+        hits = np.count_nonzero(self.held & demanded, axis=1)
+        self.worth = (DISCOUNT * self.worth) + hits.astype(np.float32)
+        self.worth[self.worth < SMALLEST] = 0
+        for held, score in zip(self.held, scores, strict=True):
+            self._move(held, score, demanded, evict=evict)
+        best = int(np.argmax(self.worth))
+        self.index = best if self.worth[best] > MARGIN * self.worth[HOME] else HOME
+        self.score = scores[self.index]
+
+    def _move(
+        self,
+        held: npt.NDArray[np.bool_],
+        score: npt.NDArray[np.float32],
+        demanded: npt.NDArray[np.bool_],
+        *,
+        evict: bool,
+    ) -> None:
+        """One shadow's decision, carried out in `held`."""
+        free = self.capacity - int(np.count_nonzero(held))
+        misses = np.flatnonzero(demanded & ~held)
+        candidates = np.flatnonzero(held & ~demanded & evict)
+        candidates = candidates[np.argsort(score[candidates], kind="stable")]
+        forced = self._forces(int(np.count_nonzero(demanded)))
+        entered = winners(score, misses, candidates, free, len(misses), forced=forced)
+        held[candidates[: max(0, len(entered) - free)]] = False
+        held[entered] = True

@@ -1,0 +1,138 @@
+"""AUTO: a fast and a slow average of use; a busy call must beat the residents to enter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hotexperts.policy.base import Policy
+from hotexperts.policy.ewma import SMALLEST
+
+
+class Averages:
+    """Decayed averages of the experts' use, float32 `[len(decays), num_experts]`."""
+
+    def __init__(self, decays: Sequence[float], num_experts: int) -> None:
+        self.decay = np.array(decays, np.float32)[:, None]
+        self.weight = np.array([1 - decay for decay in decays], np.float32)[:, None]
+        self.rows = np.zeros((len(decays), num_experts), np.float32)
+
+    def add(self, use: npt.NDArray[np.float32]) -> None:
+        """One event: `rows = (decay * rows) + (weight * use)`, then below 1e-30 becomes 0."""
+        self.rows = (self.decay * self.rows) + (self.weight * use)
+        self.rows[self.rows < SMALLEST] = 0
+
+
+class AUTO(Policy):
+    """Two-timescale average with adaptive bypass. Ours.
+
+    Routing has a small recency and a large, slow popularity component, so the score mixes both:
+    `f = (df * f) + (wf * m)`, `s = (ds * s) + (ws * m)`, `score = (a * f) + (b * s)`, where
+    m = sqrt(tokens routed to the expert in the event), 0 for the others. wf, ws and b are
+    `float32(1 - df)` and so on, subtracted in double; all else is float32. An average below
+    1e-30 becomes 0.
+
+    Misses are ranked by descending score, ties by ascending id; the first ones take the free
+    slots. The next ones challenge the residents outside the demand, the i-th miss the i-th in
+    eviction order. While 10 |demand| <= 6 capacity each of them enters; in a busier call only
+    those with a score strictly above their opponent's (misses descend and residents ascend, so
+    they are the first ones), and of the others so many that no more than `max_bypassed` pass by.
+
+    Args:
+        num_experts: see `Policy`.
+        capacity: see `Policy`.
+        a: weight of the fast average.
+        df: its decay an event.
+        ds: decay of the slow average.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self, num_experts: int, capacity: int, *, a: float = 0.4, df: float = 0.8, ds: float = 0.97
+    ) -> None:
+        self.a, self.b = np.float32(a), np.float32(1 - a)
+        self.df, self.ds = df, ds
+        super().__init__(num_experts, capacity)
+
+    def reset(self) -> None:
+        """Forget every use."""
+        super().reset()
+        self.fast = Averages((self.df,), self.num_experts)
+        self.slow = Averages((self.ds,), self.num_experts)
+        self.score = np.zeros(self.num_experts, np.float32)
+
+    def record(
+        self,
+        demand: Sequence[int],
+        counts: Sequence[int],
+        resident: Collection[int],
+        *,
+        evict: bool = True,
+    ) -> None:
+        """Advance both averages and mix them."""
+        self._advance(demand, counts)
+        self.score = (self.a * self.fast.rows[0]) + (self.b * self.slow.rows[0])
+
+    def eviction_key(self, expert: int) -> float:
+        """The mixed average."""
+        return float(self.score[expert])
+
+    def admit(
+        self,
+        misses: Sequence[int],
+        candidates: Sequence[int],
+        free: int,
+        num_demanded: int,
+        max_bypassed: int,
+    ) -> Sequence[int]:
+        """All of a light call's misses; of a busy one's those that beat a resident."""
+        entered = winners(
+            self.score,
+            np.array(misses, np.intp),
+            np.array(candidates, np.intp),
+            free,
+            max_bypassed,
+            forced=self._forces(num_demanded),
+        )
+        return [int(expert) for expert in entered]
+
+    def _advance(self, demand: Sequence[int], counts: Sequence[int]) -> None:
+        use = np.zeros(self.num_experts, np.float32)
+        use[list(demand)] = np.sqrt(np.array(counts, np.float32))
+        self.fast.add(use)
+        self.slow.add(use)
+        self.tick += 1
+
+    def _forces(self, num_demanded: int) -> bool:
+        return 10 * num_demanded <= 6 * self.capacity
+
+
+def winners(
+    score: npt.NDArray[np.float32],
+    misses: npt.NDArray[np.intp],
+    candidates: npt.NDArray[np.intp],
+    free: int,
+    max_bypassed: int,
+    *,
+    forced: bool,
+) -> npt.NDArray[np.intp]:
+    """AUTO's admission: which misses enter, best first.
+
+    Args:
+        score: of every expert.
+        misses: ascending ids.
+        candidates: residents that may leave, in eviction order.
+        free: free slots.
+        max_bypassed: at most so many pass by although there is a candidate left.
+        forced: none passes by while there is a candidate left.
+    """
+    ranked = misses[np.argsort(-score[misses], kind="stable")]
+    challengers = ranked[free : free + len(candidates)]
+    swaps = len(challengers)
+    if not forced:
+        wins = np.count_nonzero(score[challengers] > score[candidates[:swaps]])
+        swaps = max(int(wins), swaps - max_bypassed)
+    return ranked[: free + swaps]
