@@ -64,7 +64,7 @@ def test_a_budget_becomes_the_most_slots_that_fit() -> None:
 
 
 def test_a_budget_below_one_token_is_refused_with_the_sum() -> None:
-    with pytest.raises(ConfigError, match=r"holds 0 slots a layer, the model uses 4 experts"):
+    with pytest.raises(ConfigError, match=r"holds 1 slots a layer, the model uses 4 experts"):
         capacity_for_budget(10_000, 500, LAYERS)
 
 
@@ -75,4 +75,5 @@ def test_slots_above_the_experts_are_not_clamped() -> None:
 
 
 def test_no_banks_where_everything_is_resident() -> None:
-    assert (bank_rows(16, 16), bank_rows(16, 12), bank_rows(16, 1)) == (0, 4, 8)
+    assert (bank_rows(16, 16), bank_rows(16, 12)) == (0, 4)
+    assert (bank_rows(64, 16), bank_rows(64, 2)) == (8, 2)  # and never more than the slots

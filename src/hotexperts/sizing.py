@@ -35,8 +35,11 @@ class SizePlan:
 
 
 def bank_rows(num_experts: int, capacity: int) -> int:
-    """Rows of one bank: what a call over capacity streams at a time; 0 where all is resident."""
-    return min(DEFAULT_BANK_ROWS, num_experts - capacity)
+    """Rows of one bank: what a call over capacity streams at a time; 0 where all is resident.
+
+    Never more than the slots of a layer, so that a small cache is not mostly banks.
+    """
+    return min(DEFAULT_BANK_ROWS, num_experts - capacity, capacity)
 
 
 def banks_nbytes(layers: Sequence[LayerShape], capacity: int) -> int:

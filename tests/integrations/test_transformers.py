@@ -290,6 +290,7 @@ BAD_OPTIONS = {
     "store": ({"expert_store": "tape"}, ConfigError, "'ram' or 'file'"),
     "device": ({"device": "tpu9"}, ConfigError, "use 'cuda'"),
     "meta": ({"device": "meta"}, ConfigError, "not supported"),
+    "dtype": ({"dtype": "float99"}, ConfigError, "'bfloat16'"),
     "kv": ({"kv_tokens": 0}, ConfigError, "at least 1"),
     "map": ({"device_map": "auto"}, UnsupportedOperationError, "device_map does not work"),
     "tp": ({"tp_plan": "auto"}, UnsupportedOperationError, "tp_plan does not work"),
@@ -348,11 +349,26 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused(damaged: Path) -> None:
         load(damaged)
 
 
+def test_a_checkpoint_that_lacks_any_weight_is_refused(tmp_path: Path) -> None:
+    """Transformers would draw it at random."""
+    model = zoo.build_model("olmoe", dtype=torch.bfloat16)
+    weights = {k: v for k, v in model.state_dict().items() if "q_proj" not in k}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(CheckpointError, match=r"2 missing tensors, first model\.layers\.0\.self"):
+        load(tmp_path)
+
+
+def test_loading_information_is_given_when_asked(checkpoint: Any) -> None:
+    model, info = load(checkpoint("olmoe"), output_loading_info=True)
+    assert model.expert_cache.capacity == 2
+    assert not info["missing_keys"]
+
+
 def test_pickles_are_refused(tmp_path: Path) -> None:
     model = zoo.build_model("olmoe", dtype=torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="safetensors"):
+    with pytest.raises(CheckpointError, match="pickle files, which are never read"):
         load(tmp_path)
     with pytest.raises(CheckpointError, match="safetensors files only"):
         load(tmp_path, use_safetensors=False)
@@ -361,6 +377,8 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 def test_other_paths_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="neither a folder nor"):
+        load("nowhere/at/all")
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         load(tmp_path)
     from transformers import LlamaConfig, LlamaForCausalLM

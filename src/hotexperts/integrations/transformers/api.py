@@ -56,7 +56,8 @@ def load(
         check_host_memory: refuse before loading where the host seems to have too little memory.
         progress: called with (experts loaded, experts in all).
         auto_class: the class whose `from_pretrained` loads; None is `AutoModelForCausalLM`.
-        **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...).
+        **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...). Remote
+            code is refused unless `trust_remote_code=True`.
 
     Returns:
         The Transformers model, in evaluation mode, with an `expert_cache` (see `ExpertCache`).
@@ -77,21 +78,27 @@ def load(
         expert_cache_size, policy, expert_store, experts_algorithm, kv_tokens, check_host_memory
     )
     where = _device(device)
-    config = _read_config(path_or_id, from_pretrained)
+    _check_dtype(dtype)
+    config = read_config(path_or_id, from_pretrained)
+    from_pretrained.setdefault("trust_remote_code", False)
+    wants_info = from_pretrained.pop("output_loading_info", False)
     from_pretrained.setdefault("use_safetensors", True)
     with loading.pending(replace(options, progress=progress)):
         try:
-            model = (auto_class or _causal_lm()).from_pretrained(
+            model, info = (auto_class or _causal_lm()).from_pretrained(
                 path_or_id,
                 config=config,
                 dtype=dtype,
                 device_map={"": where},
                 experts_implementation=experts.NAME,
+                output_loading_info=True,
                 **from_pretrained,
             )
         except OSError as error:
-            raise CheckpointError(f"{path_or_id}: {_first_line(error)}") from error
-    return _require_cache(model)
+            raise CheckpointError(_why_unreadable(path_or_id, error)) from error
+    _require_cache(model)
+    _require_complete(path_or_id, info)
+    return (model, info) if wants_info else model
 
 
 def attach(
@@ -201,8 +208,22 @@ def _device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _read_config(path_or_id: str | Path, options: dict[str, Any]) -> Any:
-    """The model's configuration; quantised experts are asked to be dequantised on loading."""
+def _check_dtype(dtype: str | torch.dtype) -> None:
+    known = isinstance(dtype, torch.dtype) or dtype == "auto"
+    if not known and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"dtype {dtype!r} is not one: use 'auto', 'bfloat16', 'float16' or so")
+
+
+def read_config(path_or_id: str | Path, options: dict[str, Any]) -> Any:
+    """The model's configuration; quantised experts are asked to be dequantised on loading.
+
+    Args:
+        path_or_id: as for `load`.
+        options: `from_pretrained`'s, of which those that find the repository are used.
+
+    Raises:
+        CheckpointError: there is no configuration at that path or id.
+    """
     from transformers import AutoConfig
 
     looks_local = isinstance(path_or_id, Path) or str(path_or_id).startswith((".", "/", "~"))
@@ -210,23 +231,44 @@ def _read_config(path_or_id: str | Path, options: dict[str, Any]) -> Any:
         raise CheckpointError(f"{path_or_id}: no such folder")
     hub_options = ("revision", "token", "trust_remote_code", "cache_dir", "local_files_only")
     chosen = {name: options[name] for name in hub_options if name in options}
+    chosen.setdefault("trust_remote_code", False)
     try:
         config = AutoConfig.from_pretrained(path_or_id, **chosen)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path_or_id}: {_first_line(error)}") from error
+        what = "" if Path(path_or_id).is_dir() else "neither a folder nor a readable hub id: "
+        raise CheckpointError(f"{path_or_id}: {what}{_first_line(error)}") from error
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict) and quantization.get("quant_method") in ("fp8", "mxfp4"):
         quantization["dequantize"] = True
     return config
 
 
-def _require_cache(model: Any) -> Any:
+def _require_cache(model: Any) -> None:
     if not hasattr(model, "expert_cache"):
         raise UnsupportedModelError(
             f"{type(model).__name__} was loaded without an expert cache: it is not a "
             "Mixture-of-Experts model that hotexperts knows; load it with Transformers as it is"
         )
-    return model
+
+
+def _require_complete(path_or_id: str | Path, info: dict[str, Any]) -> None:
+    """Transformers fills missing weights with random numbers and only warns."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in info.get(kind) or ())
+        if names:
+            raise CheckpointError(
+                f"{path_or_id}: {len(names)} {kind.replace('_keys', '')} tensors, first "
+                f"{names[0]}: the checkpoint is incomplete, or of another model"
+            )
+
+
+def _why_unreadable(path_or_id: str | Path, error: OSError) -> str:
+    if any(Path(path_or_id).glob("*.bin")):
+        return (
+            f"{path_or_id}: holds pickle files, which are never read because they can run code: "
+            "convert them to safetensors (save_pretrained writes them)"
+        )
+    return f"{path_or_id}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""The command line: `hotexperts run` and `hotexperts verify`."""

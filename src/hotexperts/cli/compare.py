@@ -1,0 +1,241 @@
+"""What `verify` does once it needs torch: the same tokens, resident and cached, value by value."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hotexperts.cli.console import loading, quiet_libraries
+from hotexperts.cli.report import Data, stats_data
+from hotexperts.cli.text import load_tokenizer
+from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.api import read_config
+from hotexperts.sizing import LayerShape, fixed_capacity
+from hotexperts.transformers import load
+
+_NUM_DRAWN_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What to compare.
+
+    Attributes:
+        path: of the checkpoint.
+        sizes: of the caches, as `load` takes them; none compares 1, a quarter, half and all.
+        algorithm: Transformers' implementation that multiplies on both sides.
+        num_tokens: greedy tokens after the prompt.
+        prompt: text; None draws ids at random, and no tokenizer is needed.
+        tolerance: on logits; 0 compares every bit of hidden states and logits.
+        trust_remote_code: run Python code of the checkpoint.
+        load_options: more for `load`: device, dtype, policy, expert_store, ...
+    """
+
+    path: str
+    sizes: Sequence[str]
+    algorithm: str
+    num_tokens: int
+    prompt: str | None
+    tolerance: float
+    trust_remote_code: bool
+    load_options: dict[str, Any]
+
+
+class Step(NamedTuple):
+    """One forward pass: embeddings and layers' outputs, logits `[tokens, vocabulary]`."""
+
+    hidden: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+def verify_model(wanted: Comparison) -> Data:
+    """Run the model resident, then through each cache, and compare.
+
+    Raises:
+        ConfigError: a size above the number of experts, or an empty prompt.
+        HotExpertsError: whatever `load` refuses.
+    """
+    with _cached(wanted, "1", expert_store="file") as probe:
+        data = _describe(wanted, probe)
+        ids = _prompt_ids(wanted, probe)
+    sizes = wanted.sizes or _default_sizes(data["num_experts"])
+    _check_sizes(sizes, data["num_experts"])
+    with _resident(wanted, data["device"]) as model:
+        expected = _record(model, ids, [], wanted.num_tokens)
+    tokens = [int(step.logits[-1].argmax()) for step in expected]
+    rows = [_compare_at(size, wanted, ids, expected, tokens) for size in sizes]
+    return {
+        **data,
+        "num_prompt_tokens": len(ids),
+        "token_ids": tokens,
+        "passed": all(row["passed"] for row in rows),
+        "capacities": rows,
+    }
+
+
+def _describe(wanted: Comparison, model: Any) -> Data:
+    cache = model.expert_cache
+    return {
+        "model": wanted.path,
+        "model_class": type(model).__name__,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "algorithm": wanted.algorithm,
+        "policy": cache.policy,
+        "num_experts": min(p.store.num_experts for p in cache.providers),
+        "num_layers": len(cache.providers),
+        "num_tokens": wanted.num_tokens,
+        "tolerance": wanted.tolerance,
+    }
+
+
+def _default_sizes(num_experts: int) -> list[str]:
+    return [str(n) for n in sorted({1, -(-num_experts // 4), -(-num_experts // 2), num_experts})]
+
+
+def _check_sizes(sizes: Sequence[str], num_experts: int) -> None:
+    """Refuse before the long part begins; budgets are left to `load`."""
+    for size in sizes:
+        if size.isdecimal():
+            fixed_capacity(int(size), [LayerShape(num_experts, top_k=1, row_nbytes=0)])
+
+
+def _prompt_ids(wanted: Comparison, model: Any) -> list[int]:
+    if wanted.prompt is None:
+        num_ids = model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(num_ids, (_NUM_DRAWN_TOKENS,), generator=generator)
+        return [int(token) for token in drawn]
+    tokenizer = load_tokenizer(wanted.path, trust_remote_code=wanted.trust_remote_code)
+    ids: list[int] = tokenizer(wanted.prompt)["input_ids"]
+    if not ids:
+        raise ConfigError("the prompt is empty: give at least one token")
+    return ids
+
+
+def _compare_at(
+    size: str,
+    wanted: Comparison,
+    ids: list[int],
+    expected: list[Step],
+    tokens: list[int],
+) -> Data:
+    """One cache size: the resident model's tokens are fed, so that one difference stays one."""
+    with _cached(wanted, size) as model:
+        found = _record(model, ids, tokens, wanted.num_tokens)
+        capacity, stats = model.expert_cache.capacity, model.expert_cache.stats
+    worst = max(_difference(a.logits, b.logits) for a, b in zip(expected, found, strict=True))
+    first = _first_difference(expected, found, len(ids))
+    return {
+        "size": size,
+        "capacity": capacity,
+        "passed": first is None or worst <= wanted.tolerance > 0,
+        "max_abs_logits": _number_or_none(worst),
+        "first_difference": first,
+        "num_equal_tokens": sum(
+            int(step.logits[-1].argmax()) == token
+            for step, token in zip(found, tokens, strict=True)
+        ),
+        "stats": stats_data(stats),
+    }
+
+
+def _record(model: Any, ids: list[int], forced: list[int], num_tokens: int) -> list[Step]:
+    """The prompt in one pass, then one token a pass: `forced` ones, or the likeliest."""
+    steps: list[Step] = []
+    fed, past = ids, None
+    with quiet_libraries(), torch.no_grad():
+        for index in range(num_tokens):
+            out = model(
+                input_ids=torch.tensor([fed], device=model.device),
+                past_key_values=past,
+                use_cache=True,
+                output_hidden_states=True,
+            )
+            past = out.past_key_values
+            hidden = [tensor[0].cpu() for tensor in out.hidden_states or ()]
+            steps.append(Step(hidden, out.logits[0].cpu()))
+            fed = [forced[index] if forced else int(out.logits[0, -1].argmax())]
+    return steps
+
+
+def _first_difference(
+    expected: list[Step], found: list[Step], num_prompt_tokens: int
+) -> Data | None:
+    """Where the two part first, step by step and, within a step, layer by layer."""
+    begin = 0
+    for a, b in zip(expected, found, strict=True):
+        names = ["embeddings", *(f"layer {i}" for i in range(len(a.hidden) - 1)), "logits"]
+        pairs = [*zip(a.hidden, b.hidden, strict=True), (a.logits, b.logits)]
+        for name, (left, right) in zip(names[-len(pairs) :], pairs, strict=True):
+            if not _same_bits(left, right):
+                rows = [not _same_bits(x, y) for x, y in zip(left, right, strict=True)]
+                return {
+                    "position": begin + rows.index(True),
+                    "where": name,
+                    "max_abs_difference": _number_or_none(_difference(left, right)),
+                }
+        begin = begin + 1 if begin else num_prompt_tokens
+    return None
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype:
+        return False
+    left_bytes, right_bytes = (t.contiguous().view(torch.uint8) for t in (left, right))
+    return bool(torch.equal(left_bytes, right_bytes))
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where a side is not a number."""
+    return float((left.double() - right.double()).abs().nan_to_num(nan=torch.inf).max())
+
+
+def _number_or_none(value: float) -> float | None:
+    return value if value != torch.inf else None
+
+
+@contextmanager
+def _cached(wanted: Comparison, size: str, **more: Any) -> Iterator[Any]:
+    options = {
+        "experts_algorithm": wanted.algorithm,
+        "trust_remote_code": wanted.trust_remote_code,
+        **wanted.load_options,
+        **more,
+    }
+    with loading(f"loading for {size} slots") as progress:
+        model = load(wanted.path, expert_cache_size=size, progress=progress, **options)
+    yield model
+    del model
+    _free_memory()
+
+
+@contextmanager
+def _resident(wanted: Comparison, device: str) -> Iterator[Any]:
+    """The model as Transformers alone loads it."""
+    with loading("loading the resident model"):
+        config = read_config(wanted.path, {"trust_remote_code": wanted.trust_remote_code})
+        model = AutoModelForCausalLM.from_pretrained(
+            wanted.path,
+            config=config,
+            dtype=wanted.load_options["dtype"],
+            device_map={"": device},
+            experts_implementation=wanted.algorithm,
+            use_safetensors=True,
+            trust_remote_code=wanted.trust_remote_code,
+        ).eval()
+    yield model
+    del model
+    _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,105 @@
+"""What the commands do to the terminal: errors as one line, a progress bar, silence."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hotexperts.errors import HotExpertsError
+
+EXIT_DIFFERENT = 1
+EXIT_ERROR = 2
+_EXTRA = ("torch", "transformers", "accelerate", "safetensors")
+
+
+@contextmanager
+def errors_as_one_line(debug: bool) -> Iterator[None]:
+    """Inside, errors that a user can act on become a line on stderr and exit status 2.
+
+    Args:
+        debug: let them through, with their traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = _message(error)
+        if debug or message is None:
+            raise
+        show_error(message)
+        raise typer.Exit(EXIT_ERROR) from None
+
+
+def show_error(message: object) -> None:
+    """One line on stderr."""
+    typer.echo("error: " + " ".join(str(message).split()), err=True)
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user; None for what is a bug of ours."""
+    if isinstance(error, HotExpertsError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA:
+        return f"{error.name} is not installed: pip install 'hotexperts[transformers]'"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+        return (
+            f"out of GPU memory ({str(error).splitlines()[0]}): "
+            "lower --expert-cache-size, or use --device cpu"
+        )
+    return None
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Inside, Transformers shows no bars and no warnings."""
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def loading(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, gone when done, and silence; yields what `load(progress=...)` wants."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar, quiet_libraries(), prints_to_stderr():
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def prints_to_stderr() -> redirect_stdout[Any]:
+    """Inside, what libraries and remote code print does not mix with our stdout."""
+    return redirect_stdout(sys.stderr)
+
+
+def show(renderable: RenderableType) -> None:
+    """Something pretty on stdout."""
+    Console().print(renderable)
+
+
+def show_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout, on one line."""
+    typer.echo(json.dumps(data, allow_nan=False))

@@ -1,0 +1,187 @@
+"""What `run` does once it needs torch: load, answer prompts, and measure both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotexperts.cli.console import quiet_libraries
+from hotexperts.cli.report import Data, stats_data
+from hotexperts.cli.text import TextPieces
+from hotexperts.errors import ConfigError
+from hotexperts.stats import CacheStats, total
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to continue a prompt.
+
+    Attributes:
+        max_new_tokens: stop after as many.
+        temperature: 0 takes the likeliest token.
+        chat: apply the tokenizer's chat template; None does where it has one.
+        context: tokens of prompt and answer together that memory was planned for.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    chat: bool | None
+    context: int
+
+
+class Session:
+    """A cached model that answers prompts; its slots stay warm from one to the next.
+
+    Args:
+        path: the model's, for the report.
+        load_seconds: how long it took to load, for the report.
+        model: with an `expert_cache`.
+        tokenizer: its tokenizer.
+        sampling: how to answer.
+
+    Raises:
+        ConfigError: a chat template is asked for and there is none.
+    """
+
+    def __init__(
+        self, path: str, load_seconds: float, model: Any, tokenizer: Any, sampling: Sampling
+    ) -> None:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if sampling.chat and not has_template:
+            raise ConfigError(f"{path}: the tokenizer has no chat template: leave out --chat")
+        self.uses_chat = has_template if sampling.chat is None else sampling.chat
+        self._path = path
+        self._load_seconds = load_seconds
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+
+    def answer(self, prompt: str, emit: Callable[[str], None], *, echo: bool = False) -> Data:
+        """Continue one prompt.
+
+        Args:
+            prompt: the text; earlier prompts are not part of it.
+            emit: called with each piece of the answer as it comes.
+            echo: call it with the prompt first, once the prompt is accepted.
+
+        Returns:
+            The report: text, ids, counters of this answer, seconds and bytes.
+
+        Raises:
+            ConfigError: an empty prompt, or more tokens than the context.
+        """
+        inputs = self._encode(prompt)
+        num_prompt_tokens = inputs["input_ids"].shape[-1]
+        self._check_length(num_prompt_tokens)
+        pieces = TextPieces(self._tokenizer, emit)
+        before = self._counters()
+        if echo:
+            emit(prompt)
+        start = time.perf_counter()
+        with quiet_libraries(), torch.no_grad():
+            self._model.generate(**inputs, **self._generate_options(), streamer=pieces)
+        layers = [_minus(now, then) for now, then in zip(self._counters(), before, strict=True)]
+        return {
+            **self._describe(),
+            "prompt": prompt,
+            "chat": self.uses_chat,
+            "num_prompt_tokens": num_prompt_tokens,
+            "text": "".join(pieces.pieces),
+            "token_ids": pieces.token_ids,
+            **self._speed(start, pieces.times),
+            "stats": stats_data(total(layers)),
+            "layers": [
+                {"name": name, **stats_data(stats)}
+                for name, stats in zip(self._model.expert_cache.names, layers, strict=True)
+            ],
+            "memory": self._memory(),
+        }
+
+    def _encode(self, prompt: str) -> dict[str, Any]:
+        if self.uses_chat:
+            inputs = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+        else:
+            inputs = self._tokenizer(prompt, return_tensors="pt")
+        if inputs["input_ids"].numel() == 0:
+            raise ConfigError("the prompt is empty: give at least one token")
+        names = ("input_ids", "attention_mask")
+        return {name: inputs[name].to(self._model.device) for name in names}
+
+    def _check_length(self, num_prompt_tokens: int) -> None:
+        new, context = self._sampling.max_new_tokens, self._sampling.context
+        if num_prompt_tokens + new > context:
+            raise ConfigError(
+                f"{num_prompt_tokens} tokens of prompt and {new} new ones are more than the "
+                f"context of {context}: raise --context, or lower --max-new-tokens"
+            )
+
+    def _generate_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "max_new_tokens": self._sampling.max_new_tokens,
+            "do_sample": self._sampling.temperature > 0,
+            "num_beams": 1,
+        }
+        if self._sampling.temperature > 0:
+            options["temperature"] = self._sampling.temperature
+        if self._model.generation_config.pad_token_id is None:
+            options["pad_token_id"] = 0  # a batch of one is never padded
+        return options
+
+    def _counters(self) -> list[CacheStats]:
+        providers = self._model.expert_cache.providers
+        return [CacheStats(**provider.stats.as_dict()) for provider in providers]
+
+    def _describe(self) -> Data:
+        cache = self._model.expert_cache
+        return {
+            "model": self._path,
+            "model_class": type(self._model).__name__,
+            "device": str(self._model.device),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "cache": {
+                "capacity": cache.capacity,
+                "num_experts": min(p.store.num_experts for p in cache.providers),
+                "num_layers": len(cache.providers),
+                "policy": cache.policy,
+                "store": cache.store,
+                "reason": cache.reason,
+            },
+        }
+
+    def _speed(self, start: float, times: list[float]) -> Data:
+        decode = times[-1] - times[0]
+        return {
+            "seconds": {
+                "load": self._load_seconds,
+                "prefill": times[0] - start,
+                "decode": decode,
+            },
+            "decode_tokens_per_second": (len(times) - 1) / decode if decode > 0 else None,
+        }
+
+    def _memory(self) -> Data:
+        cache, device = self._model.expert_cache, self._model.device
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return {
+            "slots_nbytes": cache.slot_nbytes,
+            "banks_nbytes": cache.bank_nbytes,
+            "other_nbytes": sum({t.data_ptr(): t.nbytes for t in tensors}.values()),
+            "host_nbytes": cache.host_nbytes,
+            "expert_nbytes": cache.expert_nbytes,
+            "peak_device_nbytes": peak,
+        }
+
+
+def _minus(now: CacheStats, then: CacheStats) -> CacheStats:
+    earlier = then.as_dict()
+    return CacheStats(**{name: value - earlier[name] for name, value in now.as_dict().items()})

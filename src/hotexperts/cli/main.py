@@ -1,0 +1,59 @@
+"""The `hotexperts` command: its subcommands, `--version`, and the exit status.
+
+Exit status: 0 done, 1 `verify` found a difference, 2 an error in what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import hotexperts
+from hotexperts.cli.run import run
+from hotexperts.cli.verify import verify
+
+app = typer.Typer(
+    name="hotexperts",
+    help="Run Mixture-of-Experts models bigger than the GPU through a cache of expert slots.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(verify)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hotexperts {hotexperts.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models bigger than the GPU through a cache of expert slots."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None takes the process's.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        app(args=None if argv is None else list(argv), prog_name="hotexperts")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0

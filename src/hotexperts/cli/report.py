@@ -1,0 +1,165 @@
+"""Reports: from the plain dictionary that `--json` prints to what people read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hotexperts.config import format_bytes
+from hotexperts.stats import CacheStats
+
+Data = dict[str, Any]
+_BAR_WIDTH = 20
+
+
+def stats_data(stats: CacheStats) -> Data:
+    """Counters and hit rate; a rate of nothing is None, as JSON has no NaN."""
+    return {**stats.as_dict(), "hit_rate": stats.hit_rate if stats.demands else None}
+
+
+def run_report(data: Data) -> RenderableType:
+    """The report of one answer of `hotexperts run`.
+
+    Args:
+        data: what `hotexperts.cli.generate.Session.answer` returns.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in (
+        ("model", f"{data['model']} ({data['model_class']}, {data['dtype']}, {data['device']})"),
+        ("cache", _cache(data["cache"])),
+        ("experts", _experts(data["stats"])),
+        ("speed", _speed(data)),
+        ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
+        ("host", _host_memory(data)),
+    ):
+        table.add_row(name, Text(value))
+    return Group(Padding(table, (1, 0)), _layers(data["layers"]))
+
+
+def run_line(data: Data) -> str:
+    """The same in one line, for a prompt loop."""
+    return f"[{_speed(data)}; {_experts(data['stats'])}]"
+
+
+def verify_report(data: Data) -> RenderableType:
+    """The report of `hotexperts verify`.
+
+    Args:
+        data: what `hotexperts.cli.compare.verify_model` returns.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("slots a layer", "result", "hit rate", "hits", "misses"):
+        table.add_column(name, justify="left" if name == "result" else "right")
+    for row in data["capacities"]:
+        stats = row["stats"]
+        table.add_row(
+            f"{row['capacity']} of {data['num_experts']}",
+            _result(row, data["tolerance"]),
+            _percent(stats["hit_rate"]),
+            str(stats["hits"]),
+            str(stats["misses"]),
+        )
+    return Group(Text(_verify_title(data)), table, *map(Text, _differences(data)))
+
+
+def _cache(cache: Data) -> str:
+    return (
+        f"{cache['capacity']} of {cache['num_experts']} experts in each of {cache['num_layers']} "
+        f"layers, {cache['policy']}; {cache['reason']}"
+    )
+
+
+def _experts(stats: Data) -> str:
+    return (
+        f"{_percent(stats['hit_rate'])} hits ({stats['hits']} hits, {stats['misses']} misses), "
+        f"{format_bytes(stats['bytes_moved'])} moved"
+    )
+
+
+def _speed(data: Data) -> str:
+    seconds = data["seconds"]
+    text = (
+        f"{len(data['token_ids'])} tokens, first after {seconds['prefill']:.2f} s "
+        f"({data['num_prompt_tokens']} of prompt)"
+    )
+    rate = data["decode_tokens_per_second"]
+    return text if rate is None else f"{text}, then {rate:.1f} tok/s"
+
+
+def _device_memory(memory: Data) -> str:
+    text = (
+        f"{format_bytes(memory['slots_nbytes'])} slots, {format_bytes(memory['banks_nbytes'])} "
+        f"banks, {format_bytes(memory['other_nbytes'])} other weights"
+    )
+    peak = memory["peak_device_nbytes"]
+    return text if peak is None else f"{text}; {format_bytes(peak)} at most, everything included"
+
+
+def _host_memory(data: Data) -> str:
+    memory, seconds = data["memory"], data["seconds"]["load"]
+    where = (
+        f"{format_bytes(memory['host_nbytes'])} of experts in host memory"
+        if data["cache"]["store"] == "ram"
+        else f"{format_bytes(memory['expert_nbytes'])} of experts left in the checkpoint file"
+    )
+    return f"{where}; loaded in {seconds:.1f} s"
+
+
+def _layers(layers: list[Data]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("layer", "hits", "misses", "hit rate", ""):
+        table.add_column(name, justify="left" if name in ("layer", "") else "right")
+    for layer in layers:
+        table.add_row(
+            layer["name"],
+            str(layer["hits"]),
+            str(layer["misses"]),
+            _percent(layer["hit_rate"]),
+            ProgressBar(total=1.0, completed=layer["hit_rate"] or 0.0, width=_BAR_WIDTH),
+        )
+    return table
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"
+
+
+def _result(row: Data, tolerance: float) -> str:
+    if row["first_difference"] is None:
+        return "identical"
+    return f"within {tolerance:g}" if row["passed"] else "DIFFERENT"
+
+
+def _verify_title(data: Data) -> str:
+    return (
+        f"{data['model']}: cached against resident, {data['algorithm']}, {data['dtype']}, "
+        f"{data['device']}, {data['num_prompt_tokens']} tokens of prompt and "
+        f"{data['num_tokens']} generated, {data['num_layers']} layers"
+    )
+
+
+def _differences(data: Data) -> list[str]:
+    lines = []
+    for row in data["capacities"]:
+        first = row["first_difference"]
+        if first is not None:
+            lines.append(
+                f"{row['capacity']} slots: first difference at token position "
+                f"{first['position']}, {first['where']}, max abs {_number(first)}; logits differ "
+                f"by at most {row['max_abs_logits']}, {row['num_equal_tokens']} of "
+                f"{data['num_tokens']} tokens are the same"
+            )
+    return lines
+
+
+def _number(first: Data) -> str:
+    value = first["max_abs_difference"]
+    return "not a number" if value is None else f"{value:g}"

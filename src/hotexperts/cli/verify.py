@@ -1,0 +1,103 @@
+"""`hotexperts verify`: is a cached model the same as the resident one, value by value?"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from hotexperts.cli import console, options, report
+from hotexperts.config import parse_cache_size
+from hotexperts.policy import DEFAULT_POLICY, POLICIES
+
+
+class Algorithm(str, Enum):
+    """Which of Transformers' implementations multiplies, on both sides."""
+
+    EAGER = "eager"
+    BATCHED_MM = "batched_mm"
+    GROUPED_MM = "grouped_mm"
+
+
+def verify(
+    model: options.Model = None,
+    expert_cache_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Slots a layer, or sizes, separated by commas.  "
+            "[default: 1, a quarter, half and all of the experts]",
+            show_default=False,
+        ),
+    ] = None,
+    device: options.Device = None,
+    dtype: options.WeightsDtype = options.Dtype.AUTO,
+    algorithm: Annotated[
+        Algorithm, typer.Option(help="Transformers' implementation that multiplies.")
+    ] = Algorithm.EAGER,
+    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to generate.")] = 16,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Text before them; random ids where left out.", show_default=False
+        ),
+    ] = None,
+    policy: options.Policy = DEFAULT_POLICY,
+    expert_store: options.ExpertStore = options.Store.RAM,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="X",
+            help="Largest absolute difference of a logit that passes; 0 compares every bit of "
+            "every layer's output and of the logits.",
+        ),
+    ] = 0.0,
+    trust_remote_code: options.TrustRemoteCode = False,
+    no_host_memory_check: options.NoHostMemoryCheck = False,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare a cached model with the resident one, layer by layer and token by token.
+
+    The steps of plain Transformers are repeated through caches of several sizes.
+
+    The exit status is 0 where all agree, 1 where one does not.
+
+    A model that does not fit the GPU is compared on the CPU: give --device cpu.
+    """
+    with console.errors_as_one_line(debug):
+        sizes = [size.strip() for size in (expert_cache_size or "").split(",") if size.strip()]
+        for size in sizes if expert_cache_size is None else sizes or [expert_cache_size]:
+            parse_cache_size(size)
+        POLICIES.load(policy)
+        path = options.model_path(model)
+
+        from hotexperts.cli.compare import Comparison, verify_model
+
+        load_options = {
+            "device": device,
+            "dtype": dtype.value,
+            "policy": policy,
+            "expert_store": expert_store.value,
+            "check_host_memory": not no_host_memory_check,
+        }
+        data = verify_model(
+            Comparison(
+                path,
+                sizes,
+                algorithm.value,
+                tokens,
+                prompt,
+                tolerance,
+                trust_remote_code,
+                load_options,
+            )
+        )
+    if as_json:
+        console.show_json(data)
+    else:
+        console.show(report.verify_report(data))
+    if not data["passed"]:
+        raise typer.Exit(console.EXIT_DIFFERENT)

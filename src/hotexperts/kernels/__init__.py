@@ -1,0 +1,1 @@
+"""Device kernels, one folder an operation: `naive.py` says what, `triton.py` does it fast."""

@@ -1,0 +1,109 @@
+"""Where a layer's cache state lies in its one int32 tensor, so that a launch passes few pointers.
+
+Float fields hold float32 bits: scores are never negative, so their bits order as they do.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+NOWHERE = -1
+NUM_SCALARS = 16
+_FIELDS: dict[str, dict[str, int]] = {  # policy: field to its initial value
+    "lru": {"last_use": -1},
+    "lfu": {"last_use": -1, "count": 0},
+    "lfru": {"last_use": -1, "count": 0},
+    "lcp": {"last_use": -1, "count": 0},
+    "ewma": {"score": 0},
+    "auto": {"fast": 0, "slow": 0},
+}
+DEVICE_POLICIES = tuple(sorted(_FIELDS))
+
+
+class Scalar(enum.IntEnum):
+    """Places of the scalars at the front of the state."""
+
+    CLOCK = 0  # events so far
+    ARRIVED = 1  # programs of the running launch that have read the state; 0 between launches
+    USES = 2  # lfu: uses since the counters were halved
+
+
+class Counter(enum.IntEnum):
+    """Places in the int64 counters."""
+
+    CALLS = 0
+    HITS = 1
+    MISSES = 2
+    BYPASSES = 3
+    EVICTIONS = 4
+    WAVES = 5
+
+
+NUM_COUNTERS = len(Counter)
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """Offsets, in int32 elements, of one layer's state.
+
+    Attributes:
+        num_experts: E.
+        capacity: cached slots.
+        policy: one of `DEVICE_POLICIES`.
+        slot_of: `[E]`, slot of each expert, -1 for none.
+        expert_of: `[capacity]`, expert in each slot, -1 for none.
+        passed: `[E]`, place of an expert among those that the last event bypassed, -1 for others.
+        fields: the policy's `[E]` fields by name.
+        scratch: working memory of a launch.
+        num_words: size of the state.
+    """
+
+    num_experts: int
+    capacity: int
+    policy: str
+    slot_of: int = field(init=False, default=NUM_SCALARS)
+    expert_of: int = field(init=False)
+    passed: int = field(init=False)
+    fields: dict[str, int] = field(init=False, compare=False)
+    scratch: int = field(init=False)
+    num_words: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("expert_of", self.slot_of + self.num_experts)
+        put("passed", self.expert_of + self.capacity)
+        first = self.passed + self.num_experts
+        names = _FIELDS[self.policy]
+        put("fields", {name: first + i * self.num_experts for i, name in enumerate(names)})
+        scratch = first + len(names) * self.num_experts
+        put("scratch", scratch)
+        put("num_words", scratch + 4 * self.num_experts)
+
+    @property
+    def policy_base(self) -> int:
+        """Offset of the policy's first field; the others follow at E elements each."""
+        return self.passed + self.num_experts
+
+    def fresh(self, device: torch.device) -> torch.Tensor:
+        """The state of an empty cache, int32 `[num_words]`."""
+        state = torch.zeros(self.num_words, dtype=torch.int32)
+        self.clear(state)
+        return state.to(device)
+
+    def clear(self, state: torch.Tensor) -> None:
+        """Make `state` that of an empty cache, in place and in stream order."""
+        state.zero_()
+        state[self.slot_of : self.policy_base] = NOWHERE
+        for name, initial in _FIELDS[self.policy].items():
+            state[self.fields[name] : self.fields[name] + self.num_experts] = initial
+
+    def view(self, state: torch.Tensor, name: str) -> torch.Tensor:
+        """A field of the state: "slot_of", "expert_of", "passed" or one of the policy's."""
+        begin = self.fields[name] if name in self.fields else getattr(self, name)
+        length = self.capacity if name == "expert_of" else self.num_experts
+        return state[begin : begin + length]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from cli.conftest import Cli, Result
+from hotexperts.cli import options
+from hotexperts.errors import CheckpointError
+
+pytestmark = pytest.mark.transformers
+
+CPU = ("--device", "cpu", "--max-new-tokens", 4)
+
+
+def assert_one_line(result: Result, message: str) -> None:
+    assert (result.status, result.out) == (2, ""), result
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give one of --prompt TEXT and --interactive"),
+        (["--prompt", "x", "--interactive"], "give one of --prompt TEXT and --interactive"),
+        (["--interactive", "--json"], "--json prints one object: use it with --prompt"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--expert-cache-size", "0"], "at least 1 slot"),
+        (["--prompt", "x", "--expert-cache-size", "-3"], "at least 1 slot"),
+        (["--prompt", "x", "--expert-cache-size", "9"], "9, but a layer has only 8 experts"),
+        (["--prompt", "x", "--expert-cache-size", "6 parsecs"], "unknown unit 'parsecs'"),
+        (["--prompt", "x", "--expert-cache-size", "10KiB"], "a GPU budget of 10 KiB holds 0"),
+        (["--prompt", "x", "--expert-cache-gib", "0"], "give more than 0"),
+        (["--prompt", "x", "--expert-cache-gib", "nan"], "give more than 0"),
+        (
+            ["--prompt", "x", "--expert-cache-gib", "1", "--expert-cache-size", "2"],
+            "--expert-cache-size or --expert-cache-gib, not both",
+        ),
+        (["--prompt", "x", "--policy", "belady"], "unknown policy 'belady': choose one of"),
+        (["--prompt", "x", "--policy", "nowhere:Best"], "fifo, "),
+        (["--prompt", "x", "--device", "tpu9"], "device 'tpu9'"),
+        (["--prompt", "x", "--chat"], "has no chat template"),
+        (["--prompt", "x", "--context", "4"], "more than the context of 4"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_of_run(argv: list[str], message: str, saved_model: Path, cli: Cli) -> None:
+    assert_one_line(cli("run", saved_model, *CPU[2:], *argv), message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--expert-cache-size", "1,0"], "at least 1 slot"),
+        (["--expert-cache-size", ""], "not a number with a unit"),
+        (["--expert-cache-size", "2,9"], "9, but a layer has only 8 experts"),
+        (["--policy", "belady"], "unknown policy 'belady'"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_of_verify(argv: list[str], message: str, saved_model: Path, cli: Cli) -> None:
+    assert_one_line(cli("verify", saved_model, "--device", "cpu", *argv), message)
+
+
+@pytest.mark.parametrize("command", [("run", "--prompt", "x"), ("verify",)], ids=["run", "verify"])
+class TestBadCheckpoints:
+    @pytest.fixture(autouse=True)
+    def _command(self, command: tuple[str, ...], cli: Cli) -> None:
+        self.call = lambda folder: cli(*command, folder, "--device", "cpu")
+
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
+        assert_one_line(self.call(tmp_path / "nowhere"), "no such folder")
+
+    def test_a_file(self, model_folder: Path) -> None:
+        assert_one_line(self.call(model_folder / "config.json"), "give the folder")
+
+    def test_not_a_mixture_of_experts(self, model_folder: Path) -> None:
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(model_folder)
+        assert_one_line(self.call(model_folder), "LlamaForCausalLM has no experts")
+
+    def test_a_truncated_file(self, model_folder: Path) -> None:
+        shard = sorted(model_folder.glob("*.safetensors"))[3]
+        shard.write_bytes(shard.read_bytes()[:-50])
+        assert_one_line(self.call(model_folder), "truncated")
+
+    def test_pickle_is_never_read(self, model_folder: Path) -> None:
+        for file in model_folder.glob("*.safetensors*"):
+            file.unlink()
+        torch.save({}, model_folder / "pytorch_model.bin")
+        assert_one_line(self.call(model_folder), "safetensors")
+
+    def test_code_of_the_checkpoint_is_not_run(self, model_folder: Path) -> None:
+        file = model_folder / "config.json"
+        auto_map = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+        changed = {"model_type": "theirs", "auto_map": auto_map}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+        (model_folder / "theirs.py").write_text("raise AssertionError('it ran')")
+        assert_one_line(self.call(model_folder), "contains custom code")
+
+
+def test_a_model_without_tokenizer(model_folder: Path, cli: Cli) -> None:
+    for file in model_folder.glob("tokenizer*"):
+        file.unlink()
+    assert_one_line(cli("run", model_folder, "--prompt", "x", *CPU), "no tokenizer could be loaded")
+
+
+def test_no_model_and_none_in_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "DEMO_MODEL", "no_such_folder")
+    assert_one_line(cli("run", "--prompt", "x"), "give a folder or a hub id")
+
+
+def test_out_of_memory_names_the_knob(
+    saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("hotexperts.transformers.load", load)
+    result = cli("run", saved_model, "--prompt", "x", *CPU)
+    assert_one_line(result, "lower --expert-cache-size, or use --device cpu")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, cli: Cli) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        cli("verify", tmp_path / "nowhere", "--debug")

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cli.conftest import CHARACTERS, Cli, save_tokenizer
+from hotexperts.cli.generate import Session
+from hotexperts.cli.text import TextPieces
+from integrations import zoo
+
+pytestmark = pytest.mark.transformers
+
+PROMPT = "def read(path):"
+NUM_NEW = 12
+CPU = ("--device", "cpu", "--max-new-tokens", NUM_NEW)
+
+
+@pytest.fixture(scope="module")
+def greedy_ids(saved_model: Path) -> list[int]:
+    """What the resident model says."""
+    model = AutoModelForCausalLM.from_pretrained(saved_model, experts_implementation="eager")
+    prompt = torch.tensor([[1 + CHARACTERS.index(c) for c in PROMPT]])
+    out = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def _text(ids: list[int]) -> str:
+    return "".join(CHARACTERS[i - 1] for i in ids if i)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_greedy_output_is_the_resident_model_s(
+    size: int, store: str, saved_model: Path, greedy_ids: list[int], cli: Cli
+) -> None:
+    options = ("--expert-cache-size", size, "--expert-store", store, "--json", *CPU)
+    result = cli("run", saved_model, "--prompt", PROMPT, *options)
+    data = result.json
+    assert (result.status, result.err) == (0, "")
+    assert data["token_ids"] == greedy_ids
+    assert data["text"] == _text(greedy_ids)
+    assert data["num_prompt_tokens"] == len(PROMPT)
+    assert data["cache"] == {
+        "capacity": size,
+        "num_experts": zoo.NUM_EXPERTS,
+        "num_layers": 2,
+        "policy": "lru",
+        "store": store,
+        "reason": f"{size} slots a layer as asked",
+    }
+
+
+def test_the_report_is_what_the_counters_say(
+    saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = []
+    answer = Session.answer
+
+    def spy(self: Session, *args: Any, **kwargs: Any) -> Any:
+        caches.append(self._model.expert_cache)
+        return answer(self, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "answer", spy)
+    data = cli(
+        "run", saved_model, "--prompt", PROMPT, "--expert-cache-size", 3, "--json", *CPU
+    ).json
+    (cache,) = caches
+    stats = data["stats"]
+    assert {name: stats[name] for name in cache.stats.as_dict()} == cache.stats.as_dict()
+    assert stats["hit_rate"] == pytest.approx(cache.stats.hit_rate)
+    for name in ("hits", "misses", "bytes_moved", "calls"):
+        assert stats[name] == sum(layer[name] for layer in data["layers"])
+    assert [layer["name"] for layer in data["layers"]] == list(cache.names)
+    assert stats["calls"] == 2 * NUM_NEW
+    assert stats["hits"] + stats["misses"] >= 2 * (NUM_NEW - 1) * zoo.TOP_K
+    row_nbytes = cache.providers[0].store.layout.row_nbytes
+    assert data["memory"]["slots_nbytes"] == 2 * 3 * row_nbytes == cache.slot_nbytes
+    assert data["memory"]["host_nbytes"] == 2 * 8 * row_nbytes
+    assert data["memory"]["banks_nbytes"] == 2 * 3 * row_nbytes
+    seconds = data["seconds"]
+    assert min(seconds.values()) > 0
+    assert data["decode_tokens_per_second"] == pytest.approx((NUM_NEW - 1) / seconds["decode"])
+
+
+def test_text_first_then_the_report(saved_model: Path, greedy_ids: list[int], cli: Cli) -> None:
+    result = cli("run", saved_model, "--prompt", PROMPT, "--expert-cache-size", 2, *CPU)
+    assert (result.status, result.err) == (0, "")
+    assert result.out.startswith(PROMPT + _text(greedy_ids) + "\n")
+    report = " ".join(result.out.split())
+    for part in (
+        "2 of 8 experts in each of 2 layers, lru; 2 slots a layer as asked",
+        f"{NUM_NEW} tokens, first after",
+        f"({len(PROMPT)} of prompt)",
+        "tok/s",
+        "of experts in host memory; loaded in",
+        "model.layers.1.mlp.experts",
+    ):
+        assert part in report
+
+
+def test_a_budget_is_a_budget(saved_model: Path, cli: Cli) -> None:
+    options = ("--prompt", "x", "--json", "--context", 64, *CPU)
+    by_gib = cli("run", saved_model, "--expert-cache-gib", 400 / 2**20, *options).json
+    by_size = cli("run", saved_model, "--expert-cache-size", "400KiB", *options).json
+    assert by_gib["cache"] == by_size["cache"]
+    assert "400 KiB" in by_gib["cache"]["reason"]
+    memory = by_gib["memory"]
+    device_nbytes = memory["slots_nbytes"] + memory["banks_nbytes"] + memory["other_nbytes"]
+    assert device_nbytes <= 400 * 2**10
+
+
+def test_auto_takes_all_where_all_fits(saved_model: Path, cli: Cli) -> None:
+    data = cli("run", saved_model, "--prompt", "x", "--json", *CPU).json
+    assert data["cache"]["capacity"] == 8
+
+
+def test_a_dash_reads_stdin(saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    data = cli("run", saved_model, "--prompt", "-", "--expert-cache-size", 2, "--json", *CPU).json
+    assert data["prompt"] == PROMPT
+
+
+def test_a_seed_repeats_what_a_temperature_draws(saved_model: Path, cli: Cli) -> None:
+    def draw(seed: int) -> list[int]:
+        options = ("--temperature", 5.0, "--seed", seed, "--expert-cache-size", 4, "--json")
+        return cli("run", saved_model, "--prompt", PROMPT, *options, *CPU).json["token_ids"]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_chat_applies_the_template_where_there_is_one(model_folder: Path, cli: Cli) -> None:
+    save_tokenizer(model_folder, chat_template="Q:{{ messages[0]['content'] }}A:")
+    options = ("--prompt", "hello", "--expert-cache-size", 2, "--json", *CPU)
+    default = cli("run", model_folder, *options).json
+    plain = cli("run", model_folder, "--no-chat", *options).json
+    assert (default["chat"], default["num_prompt_tokens"]) == (True, len("Q:helloA:"))
+    assert (plain["chat"], plain["num_prompt_tokens"]) == (False, len("hello"))
+
+
+@pytest.mark.parametrize("ending", ["exit\n", ""], ids=["exit", "end of input"])
+def test_a_loop_keeps_the_cache_and_goes_on_after_an_error(
+    ending: str, saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_long = "y" * 80
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"ab\n\n{too_long}\nab\n{ending}"))
+    options = ("--expert-cache-size", 8, "--context", 64, *CPU)
+    result = cli("run", saved_model, "--interactive", *options)
+    assert result.status == 0
+    reports = [line for line in result.out.splitlines() if line.startswith(f"[{NUM_NEW} tokens")]
+    assert len(reports) == 2
+    assert ", 0 misses), 0 B moved" in reports[1], "the same again, all resident"
+    assert "80 tokens of prompt and 12 new ones are more than the context of 64" in result.err
+
+
+def test_ctrl_c_ends_a_loop(saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "answer", interrupt)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nab\n"))
+    assert cli("run", saved_model, "--interactive", "--expert-cache-size", 8, *CPU).status == 0
+
+
+class _Utf8:
+    """Ids are bytes, as in byte-level tokenizers."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_no_character_is_shown_before_its_last_byte() -> None:
+    shown: list[str] = []
+    pieces = TextPieces(_Utf8(), shown.append)
+    pieces.put(torch.tensor([[1, 2, 3]]))
+    for byte in "né €\xff".encode()[:-1]:
+        pieces.put(torch.tensor([byte]))
+    assert shown == ["n", "é", " ", "€"]
+    pieces.end()
+    assert shown[-1] == "\N{REPLACEMENT CHARACTER}", "a cut character is shown as such"
+    assert len(pieces.times) == len(pieces.token_ids) == 8

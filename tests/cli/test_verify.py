@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.conftest import Cli
+from hotexperts.cache import FileStore
+from hotexperts.cli.compare import Step, _difference, _first_difference, _same_bits
+from integrations import zoo
+
+pytestmark = pytest.mark.transformers
+
+CPU = ("--device", "cpu", "--tokens", 4)
+
+
+@pytest.mark.parametrize("algorithm", ["eager", "batched_mm", "grouped_mm"])
+def test_a_sound_cache_is_identical_at_every_size(
+    algorithm: str, saved_model: Path, cli: Cli
+) -> None:
+    options = ("--algorithm", algorithm, "--expert-cache-size", "1,2,8", "--json", *CPU)
+    result = cli("verify", saved_model, *options)
+    data = result.json
+    assert (result.status, result.err) == (0, "")
+    assert data["passed"]
+    assert data["algorithm"] == algorithm
+    assert [row["capacity"] for row in data["capacities"]] == [1, 2, 8]
+    for row in data["capacities"]:
+        assert row["first_difference"] is None
+        assert row["max_abs_logits"] == 0.0
+        assert row["num_equal_tokens"] == 4
+    misses = [row["stats"]["misses"] for row in data["capacities"]]
+    assert misses == sorted(misses, reverse=True)
+
+
+def test_the_default_sizes_and_the_table(saved_model: Path, cli: Cli) -> None:
+    result = cli("verify", saved_model, "--prompt", "some text", "--expert-store", "file", *CPU)
+    assert result.status == 0
+    assert result.out.count("identical") == 4
+    for capacity in (1, 2, 4, 8):
+        assert f"{capacity} of 8" in result.out
+
+
+def test_quantised_experts_are_compared_as_the_cache_keeps_them(tmp_path: Path, cli: Cli) -> None:
+    zoo.build_fp8_checkpoint(tmp_path)
+    assert cli("verify", tmp_path, "--expert-cache-size", "2", *CPU).status == 0
+
+
+@pytest.fixture
+def one_wrong_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the test: expert 5 of the second layer is read with one element off."""
+    original = FileStore.copy_into
+    stores: list[int] = []
+
+    def copy_into(self: FileStore, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+        original(self, expert, tensors)
+        if id(self) not in stores:
+            stores.append(id(self))
+        if expert == 5 and stores.index(id(self)) == 1:
+            tensors[-1][3, 0] += 1.0
+
+    monkeypatch.setattr(FileStore, "copy_into", copy_into)
+
+
+@pytest.mark.usefixtures("one_wrong_weight")
+def test_one_wrong_weight_is_found_and_placed(saved_model: Path, cli: Cli) -> None:
+    result = cli("verify", saved_model, "--expert-cache-size", "2", "--json", *CPU)
+    first = result.json["capacities"][0]["first_difference"]
+    assert result.status == 1
+    assert not result.json["passed"]
+    assert first["where"] == "layer 1"
+    assert 0 <= first["position"] < 32
+    assert first["max_abs_difference"] > 0
+
+
+@pytest.mark.usefixtures("one_wrong_weight")
+def test_a_difference_is_said(saved_model: Path, cli: Cli) -> None:
+    result = cli("verify", saved_model, "--expert-cache-size", "2", *CPU)
+    assert result.status == 1
+    assert "DIFFERENT" in result.out
+    assert "2 slots: first difference at token position" in " ".join(result.out.split())
+
+
+@pytest.mark.usefixtures("one_wrong_weight")
+@pytest.mark.parametrize(("tolerance", "status"), [(1e-9, 1), (1e9, 0)])
+def test_a_tolerance_is_on_logits(
+    tolerance: float, status: int, saved_model: Path, cli: Cli
+) -> None:
+    options = ("--expert-cache-size", "2", "--tolerance", tolerance, *CPU)
+    result = cli("verify", saved_model, *options)
+    assert result.status == status
+    assert ("within 1e+09" in result.out) == (status == 0)
+
+
+def test_bits_count_not_values() -> None:
+    zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
+    assert _same_bits(nan, nan.clone())
+    assert not _same_bits(zero, -zero)
+    assert not _same_bits(zero, zero.half())
+    assert _difference(zero, nan) == torch.inf
+
+
+def test_the_first_difference_is_the_earliest_step_then_layer() -> None:
+    def steps() -> list[Step]:
+        shapes = (3, 1, 1)  # a prompt of three, then two tokens
+        return [Step([torch.zeros(n, 4) for _ in range(3)], torch.zeros(n, 5)) for n in shapes]
+
+    found = steps()
+    assert _first_difference(steps(), found, 3) is None
+    found[2].logits[0, 1] = 7.0
+    found[1].hidden[2][0, 0] = 2.0
+    expected = {"position": 3, "where": "layer 1", "max_abs_difference": 2.0}
+    assert _first_difference(steps(), found, 3) == expected
+    found[0].hidden[0][2, 0] = torch.nan
+    expected = {"position": 2, "where": "embeddings", "max_abs_difference": None}
+    assert _first_difference(steps(), found, 3) == expected
