@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConcurrentUseError
 from hotexperts.policy import POLICIES
 
@@ -141,6 +142,19 @@ def test_a_second_thread_is_refused() -> None:
     waves.close()
     assert len(caught) == 1
     provider.prepare(torch.tensor([0]))
+
+
+def test_layers_that_share_banks_share_their_turn() -> None:
+    """A thread inside one layer keeps others out of every layer of the model."""
+    store, cpu = make_store(16), torch.device("cpu")
+    turn, banks = Turn(cpu), StreamBanks(make_store(16).layout, 4, cpu)
+    first, second = (CachedWeightProvider(store, 3, banks=banks, turn=turn) for _ in range(2))
+    waves = first.waves(torch.arange(16))
+    next(waves)
+    with pytest.raises(ConcurrentUseError, match="two threads"):
+        next(second.waves(torch.arange(16)))
+    waves.close()
+    assert served(second, torch.arange(16)) == list(range(16))
 
 
 class FlakyStore:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +14,8 @@ from hotexperts.cache.provider import ExpertWeightProvider, ExpertWeightResult, 
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore
 from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
-from hotexperts.errors import ConcurrentUseError, ConfigError, ExpertCacheOverflow
+from hotexperts.cache.turn import Turn
+from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 from hotexperts.residency import NOWHERE
 from hotexperts.sizing import bank_rows
@@ -30,7 +29,7 @@ class CachedWeightProvider(ExpertWeightProvider):
     """Slots, store and policy of one layer; Python decides (mode "host").
 
     One call brings the ids to the host, asks the policy once, enqueues the copies and remaps.
-    A provider serves one thread at a time.
+    A provider, and all that share its turn, serve one thread at a time.
 
     Args:
         store: where all experts live.
@@ -38,6 +37,7 @@ class CachedWeightProvider(ExpertWeightProvider):
         policy: a registered name or "module:Class".
         device: where the slots live; a CPU stands in for a GPU.
         num_staging: rows for experts that a policy bypasses.
+        turn: whose turn it is, shared by the model's layers; None makes one of its own.
         banks: what calls over capacity stream through, shared by the model's layers; None makes
             a pair of this layer's own.
 
@@ -55,6 +55,7 @@ class CachedWeightProvider(ExpertWeightProvider):
         device: torch.device | str = "cpu",
         num_staging: int = 0,
         banks: StreamBanks | None = None,
+        turn: Turn | None = None,
     ) -> None:
         device = torch.device(device)
         self.store = store
@@ -67,7 +68,7 @@ class CachedWeightProvider(ExpertWeightProvider):
         if banks is not None and banks.layout != store.layout:
             raise ConfigError("the banks have another layout than the store: share by layout")
         self._banks = banks
-        self._busy = threading.Lock()
+        self._turn = turn or Turn(device)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap.
@@ -77,7 +78,7 @@ class CachedWeightProvider(ExpertWeightProvider):
             ConcurrentUseError: another thread is inside.
             ValueError: an id of E or above.
         """
-        with self._exclusive():
+        with self._turn.taken():
             ids, demand, counts = self._read(topk_ids)
             if len(demand) > self.slots.capacity:
                 raise ExpertCacheOverflow(len(demand), self.slots.capacity)
@@ -91,7 +92,7 @@ class CachedWeightProvider(ExpertWeightProvider):
             ConcurrentUseError: another thread is inside.
             ValueError: an id of E or above.
         """
-        with self._exclusive():
+        with self._turn.taken():
             ids, demand, counts = self._read(topk_ids)
             hits = [e for e in demand if e in self.slots.residency.residents]
             # What passes by of the policy's own will costs at most one wave more.
@@ -104,7 +105,7 @@ class CachedWeightProvider(ExpertWeightProvider):
 
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
-        with self._exclusive():
+        with self._turn.taken():
             self.slots.residency.reset()
             self.policy.reset()
             self.stats.reset()
@@ -142,30 +143,28 @@ class CachedWeightProvider(ExpertWeightProvider):
     ) -> Waves:
         residency, banks = self.slots.residency, self._banks
         assert banks is not None, "experts that pass by mean capacity < E, which has banks"
+        slots = self.slots.tensors
+        row_of_hit = {expert: residency.slot_of[expert] for expert in hits}
         placements = residency.apply(decision)
-        banks.lane.wait_for_compute()  # victims' slots may still be read by earlier calls
-        with banks.lane.copying():
-            self._load(placements)
-        ready = banks.lane.mark()
-        streamed = [
-            decision.bypassed[i : i + banks.num_rows]
-            for i in range(0, len(decision.bypassed), banks.num_rows)
-        ]
-        filled = [banks.fill(i, self.store, part) for i, part in enumerate(streamed[:NUM_BANKS])]
-        slot_of = dict(enumerate(residency.slot_of))
-        if hits:
-            yield self._wave(self.slots.tensors, topk_ids, ids, {e: slot_of[e] for e in hits})
-        banks.lane.compute_after(ready)
-        if placements:
-            yield self._wave(self.slots.tensors, topk_ids, ids, dict(placements))
-        for i, part in enumerate(streamed):
-            bank = i % NUM_BANKS
-            banks.lane.compute_after(filled[i])
-            row_of = {expert: row for row, expert in enumerate(part)}
-            yield self._wave(banks.tensors[bank], topk_ids, ids, row_of)
-            banks.mark_used(bank)
-            if i + NUM_BANKS < len(streamed):
-                filled.append(banks.fill(bank, self.store, streamed[i + NUM_BANKS]))
+        with banks.lane.ordered():
+            with banks.lane.copying():
+                self._load(placements)
+            ready = banks.lane.mark()
+            parts = _split(decision.bypassed, banks.num_rows)
+            filled = [banks.fill(i, self.store, part) for i, part in enumerate(parts[:NUM_BANKS])]
+            if hits:
+                yield self._wave(slots, topk_ids, ids, row_of_hit)
+            banks.lane.compute_after(ready)
+            if placements:
+                yield self._wave(slots, topk_ids, ids, dict(placements))
+            for i, part in enumerate(parts):
+                bank = i % NUM_BANKS
+                banks.lane.compute_after(filled[i])
+                row_of = {expert: row for row, expert in enumerate(part)}
+                yield self._wave(banks.tensors[bank], topk_ids, ids, row_of)
+                if i + NUM_BANKS < len(parts):
+                    banks.lane.wait_for_compute()
+                    filled.append(banks.fill(bank, self.store, parts[i + NUM_BANKS]))
 
     def _wave(
         self, tensors: Any, topk_ids: torch.Tensor, ids: Ids, row_of: dict[int, int]
@@ -214,13 +213,6 @@ class CachedWeightProvider(ExpertWeightProvider):
         self.stats.evictions += len(decision.victims)
         self.stats.bytes_moved += num_misses * self.store.layout.nbytes
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise ConcurrentUseError(
-                "two threads are in the same expert cache: give each its own model, or take turns"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
+
+def _split(experts: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [experts[i : i + size] for i in range(0, len(experts), size)]

@@ -117,4 +117,4 @@ class PinnedBounce:
         """Enqueue the copies of the row that `next_row` gave last."""
         for target, source in zip(tensors, row, strict=True):
             target.copy_(source, non_blocking=True)
-        self._sent[self._turn].record()
+        self._sent[self._turn].record(torch.cuda.current_stream(tensors[0].device))

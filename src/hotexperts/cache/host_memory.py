@@ -20,6 +20,7 @@ _CGROUP_LIMITS = (
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
     ),
 )
+_KEEP_IN_FILE = "keep the experts in the file (expert_store='file', --expert-store file)"
 _REGISTER_PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
@@ -47,7 +48,7 @@ class HostBuffer:
         except (OSError, OverflowError, ValueError) as error:
             raise HostMemoryError(
                 f"cannot map {format_bytes(nbytes)} of host memory ({error}): "
-                "keep the experts in the file (expert_store='file'), or free memory"
+                f"{_KEEP_IN_FILE}, or free memory"
             ) from error
         pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
@@ -61,7 +62,7 @@ class HostBuffer:
             raise HostMemoryError(
                 f"cannot page-lock {format_bytes(nbytes)} of host memory (CUDA error {status}; "
                 f"RLIMIT_MEMLOCK is {memlock_limit()}): raise the limit (ulimit -l unlimited), "
-                "or keep the experts in the file (expert_store='file')"
+                f"or {_KEEP_IN_FILE}"
             )
         unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
         unregister.atexit = False  # the process's end frees it, after the CUDA context is gone
@@ -99,6 +100,6 @@ def require_host_bytes(needed: int, purpose: str) -> None:
     if needed > available:
         raise HostMemoryError(
             f"{purpose} needs {format_bytes(needed)} of host memory, {format_bytes(available)} "
-            "is available: keep the experts in the file (expert_store='file'), free memory, or "
-            "skip this check (check_host_memory=False) where memory grows on demand"
+            f"is available: {_KEEP_IN_FILE}, free memory, or skip this check where memory grows "
+            "on demand (check_host_memory=False, --no-host-memory-check)"
         )

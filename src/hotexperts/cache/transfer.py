@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +23,24 @@ class CopyLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Around one layer call: earlier compute, then its copies, then later compute.
+
+        Earlier compute may still read what the copies overwrite. The order holds also where the
+        call breaks off.
+        """
+        self.wait_for_compute()
+        try:
+            yield
+        finally:
+            if self._stream is not None:
+                self._compute_stream().wait_stream(self._stream)
+
     def wait_for_compute(self) -> None:
         """Later copies start after all compute that is enqueued now."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(self._compute_stream())
 
     def copying(self) -> AbstractContextManager[Any]:
         """Inside, copies go to this lane."""
@@ -39,13 +53,17 @@ class CopyLane:
     def compute_after(self, event: torch.cuda.Event | None) -> None:
         """Later compute starts after the event."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            self._compute_stream().wait_event(event)
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        assert self._stream is not None
+        return torch.cuda.current_stream(self._stream.device)
 
 
 class StreamBanks:
     """Two banks shared by all layers of one layout: one is copied into while the other computes.
 
-    Not for two threads: it belongs to one model, whose layers run one after another.
+    One layer call at a time uses them: providers that share banks share a `Turn`.
 
     Args:
         layout: what a row holds.
@@ -58,7 +76,6 @@ class StreamBanks:
         self.num_rows = num_rows
         self.lane = CopyLane(device)
         self.tensors: list[Any] = [layout.empty(num_rows, device) for _ in range(NUM_BANKS)]
-        self._used: list[torch.cuda.Event | None] = [None] * NUM_BANKS
 
     @property
     def nbytes(self) -> int:
@@ -68,20 +85,12 @@ class StreamBanks:
     def fill(
         self, bank: int, store: ExpertStore, experts: Sequence[int]
     ) -> torch.cuda.Event | None:
-        """Copy experts into the first rows of a bank, once its last reader is done.
+        """Copy experts into the first rows of a bank, behind what the lane waits for.
 
         Returns:
             The event for `lane.compute_after`.
         """
         with self.lane.copying():
-            used = self._used[bank]
-            if used is not None:
-                torch.cuda.current_stream().wait_event(used)
             for row, expert in enumerate(experts):
                 store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
         return self.lane.mark()
-
-    def mark_used(self, bank: int) -> None:
-        """The bank may be overwritten after the compute enqueued so far."""
-        if self.tensors[bank][0].is_cuda:
-            self._used[bank] = torch.cuda.current_stream().record_event()

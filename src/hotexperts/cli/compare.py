@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hotexperts.cli.console import loading, quiet_libraries
+from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.api import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
+from hotexperts.stats import CacheStats
 from hotexperts.transformers import load
 
 _NUM_DRAWN_TOKENS = 32
@@ -61,13 +62,12 @@ def verify_model(wanted: Comparison) -> Data:
         ConfigError: a size above the number of experts, or an empty prompt.
         HotExpertsError: whatever `load` refuses.
     """
-    with _cached(wanted, "1", expert_store="file") as probe:
-        data = _describe(wanted, probe)
-        ids = _prompt_ids(wanted, probe)
+    data, ids = _look(wanted)
+    _free_memory()
     sizes = wanted.sizes or _default_sizes(data["num_experts"])
     _check_sizes(sizes, data["num_experts"])
-    with _resident(wanted, data["device"]) as model:
-        expected = _record(model, ids, [], wanted.num_tokens)
+    expected = _record(_resident(wanted, data["device"]), ids, [], wanted.num_tokens)
+    _free_memory()
     tokens = [int(step.logits[-1].argmax()) for step in expected]
     rows = [_compare_at(size, wanted, ids, expected, tokens) for size in sizes]
     return {
@@ -79,10 +79,16 @@ def verify_model(wanted: Comparison) -> Data:
     }
 
 
+def _look(wanted: Comparison) -> tuple[Data, list[int]]:
+    """What the model is, and the prompt's ids."""
+    probe = _cached(wanted, "1", expert_store="file")
+    return _describe(wanted, probe), _prompt_ids(wanted, probe)
+
+
 def _describe(wanted: Comparison, model: Any) -> Data:
     cache = model.expert_cache
     return {
-        "model": wanted.path,
+        "model": model_label(wanted.path),
         "model_class": type(model).__name__,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -127,9 +133,8 @@ def _compare_at(
     tokens: list[int],
 ) -> Data:
     """One cache size: the resident model's tokens are fed, so that one difference stays one."""
-    with _cached(wanted, size) as model:
-        found = _record(model, ids, tokens, wanted.num_tokens)
-        capacity, stats = model.expert_cache.capacity, model.expert_cache.stats
+    found, capacity, stats = _record_cached(size, wanted, ids, tokens)
+    _free_memory()
     worst = max(_difference(a.logits, b.logits) for a, b in zip(expected, found, strict=True))
     first = _first_difference(expected, found, len(ids))
     return {
@@ -192,6 +197,14 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left_bytes, right_bytes))
 
 
+def _record_cached(
+    size: str, wanted: Comparison, ids: list[int], tokens: list[int]
+) -> tuple[list[Step], int, CacheStats]:
+    model = _cached(wanted, size)
+    found = _record(model, ids, tokens, wanted.num_tokens)
+    return found, model.expert_cache.capacity, model.expert_cache.stats
+
+
 def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
     """The largest absolute difference; infinite where a side is not a number."""
     return float((left.double() - right.double()).abs().nan_to_num(nan=torch.inf).max())
@@ -201,8 +214,7 @@ def _number_or_none(value: float) -> float | None:
     return value if value != torch.inf else None
 
 
-@contextmanager
-def _cached(wanted: Comparison, size: str, **more: Any) -> Iterator[Any]:
+def _cached(wanted: Comparison, size: str, **more: Any) -> Any:
     options = {
         "experts_algorithm": wanted.algorithm,
         "trust_remote_code": wanted.trust_remote_code,
@@ -210,18 +222,14 @@ def _cached(wanted: Comparison, size: str, **more: Any) -> Iterator[Any]:
         **more,
     }
     with loading(f"loading for {size} slots") as progress:
-        model = load(wanted.path, expert_cache_size=size, progress=progress, **options)
-    yield model
-    del model
-    _free_memory()
+        return load(wanted.path, expert_cache_size=size, progress=progress, **options)
 
 
-@contextmanager
-def _resident(wanted: Comparison, device: str) -> Iterator[Any]:
+def _resident(wanted: Comparison, device: str) -> Any:
     """The model as Transformers alone loads it."""
     with loading("loading the resident model"):
         config = read_config(wanted.path, {"trust_remote_code": wanted.trust_remote_code})
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             wanted.path,
             config=config,
             dtype=wanted.load_options["dtype"],
@@ -230,12 +238,10 @@ def _resident(wanted: Comparison, device: str) -> Iterator[Any]:
             use_safetensors=True,
             trust_remote_code=wanted.trust_remote_code,
         ).eval()
-    yield model
-    del model
-    _free_memory()
 
 
 def _free_memory() -> None:
+    """Give back what the model took that has just gone out of scope."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

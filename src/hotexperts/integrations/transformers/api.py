@@ -20,6 +20,7 @@ from hotexperts.integrations.transformers import load as loading
 from hotexperts.integrations.transformers.load import LoadOptions, Progress
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
+DEQUANTISED = ("fp8", "mxfp4")
 _NOT_WITH_A_CACHE = ("device_map", "tp_plan", "tp_size", "distributed_config", "state_dict")
 
 
@@ -109,6 +110,7 @@ def attach(
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int = 4096,
+    check_host_memory: bool = True,
 ) -> Any:
     """Cache the experts of a model that is already in host memory.
 
@@ -121,6 +123,7 @@ def attach(
         device: as for `load`.
         experts_algorithm: as for `load`.
         kv_tokens: as for `load`.
+        check_host_memory: refuse where the host has no room for one layer more.
 
     Returns:
         The same model, changed in place.
@@ -136,7 +139,9 @@ def attach(
         raise UnsupportedOperationError(
             "the model is spread by device_map: load it on the CPU, or use load()"
         )
-    options = _options(expert_cache_size, policy, "ram", experts_algorithm, kv_tokens, True)
+    options = _options(
+        expert_cache_size, policy, "ram", experts_algorithm, kv_tokens, check_host_memory
+    )
     loading.attach(model, options, _device(device))
     return model
 
@@ -237,10 +242,20 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> Any:
     except (OSError, ValueError) as error:
         what = "" if Path(path_or_id).is_dir() else "neither a folder nor a readable hub id: "
         raise CheckpointError(f"{path_or_id}: {what}{_first_line(error)}") from error
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict) and quantization.get("quant_method") in ("fp8", "mxfp4"):
-        quantization["dequantize"] = True
+    _dequantise(path_or_id, getattr(config, "quantization_config", None))
     return config
+
+
+def _dequantise(path_or_id: str | Path, quantization: Any) -> None:
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method not in DEQUANTISED:
+        raise UnsupportedModelError(
+            f"{path_or_id}: quantised by {method!r}; an expert cache on Transformers loads plain "
+            f"weights and {', '.join(DEQUANTISED)} checkpoints, which it dequantises"
+        )
+    quantization["dequantize"] = True
 
 
 def _require_cache(model: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
+from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
 from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.transformers.experts import CachedExperts
@@ -51,6 +52,7 @@ def attach_stores(
         start: `time.perf_counter()` when loading began.
     """
     banks: dict[ExpertLayout, StreamBanks] = {}
+    turn = Turn(device)
     providers = []
     for layer, store in zip(found, stores, strict=True):
         num_rows = bank_rows(layer.num_experts, plan.capacity)
@@ -62,6 +64,7 @@ def attach_stores(
             policy=options.cache.policy,
             device=device,
             banks=banks.get(store.layout),
+            turn=turn,
         )
         CachedExperts(layer.module, provider, options.algorithm)
         providers.append(provider)
@@ -80,8 +83,13 @@ def attach_stores(
     )
 
 
-def check_early(found: Sequence[ExpertsModule], options: LoadOptions) -> None:
+def check_early(found: Sequence[ExpertsModule], options: LoadOptions, needed_bytes: int) -> None:
     """Refuse what can be refused before anything is read.
+
+    Args:
+        found: the experts modules.
+        options: the user's choices.
+        needed_bytes: host memory that the store takes beyond what is allocated now.
 
     Raises:
         ConfigError: more slots than experts.
@@ -89,16 +97,26 @@ def check_early(found: Sequence[ExpertsModule], options: LoadOptions) -> None:
     """
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
-    if options.cache.store == "ram" and options.cache.check_host_memory:
-        needed = sum(layer.num_experts * layer.layout.row_nbytes for layer in found)
+    if options.cache.check_host_memory:
         count = sum(layer.num_experts for layer in found)
-        require_host_bytes(needed, f"keeping {count} experts in memory")
+        require_host_bytes(needed_bytes, f"keeping {count} experts in memory")
 
 
 def plan_capacity(
-    model: Any, found: Sequence[ExpertsModule], options: LoadOptions, device: torch.device
+    model: Any,
+    found: Sequence[ExpertsModule],
+    options: LoadOptions,
+    device: torch.device,
+    store_nbytes: int,
 ) -> SizePlan:
-    """Slots a layer, as asked or as a budget allows; other weights are on the device by now.
+    """Slots a layer, as asked or as a budget allows.
+
+    Args:
+        model: its weights other than experts are on `device` already, or will go there.
+        found: the experts modules.
+        options: the user's choices.
+        device: where slots go.
+        store_nbytes: host memory that the stores will still take.
 
     Raises:
         ConfigError: more slots than experts, or a budget that is too small.
@@ -107,23 +125,34 @@ def plan_capacity(
     size = options.cache.size
     if isinstance(size, int):
         return fixed_capacity(size, shapes)
-    weights = _device_nbytes(model)
+    tensors = _other_tensors(model, found)
+    weights = sum(tensor.nbytes for tensor in tensors)
     other = weights + _kv_nbytes(model.config, options.kv_tokens)
     if device.type == "cuda":
         other += WORKSPACE_BYTES
     if isinstance(size, Bytes):
         return capacity_for_budget(size.num_bytes, other, shapes)
     free = _free_nbytes(device)
-    return capacity_for_budget(int(AUTO_SHARE * free) + weights, other, shapes)
+    if device.type == "cpu":  # slots and store share the memory
+        free = max(0, free - store_nbytes)
+    placed = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+    return capacity_for_budget(int(AUTO_SHARE * free) + placed, other, shapes)
+
+
+def store_nbytes(found: Sequence[ExpertsModule]) -> int:
+    """Host bytes of every expert's row."""
+    return sum(layer.num_experts * layer.layout.row_nbytes for layer in found)
 
 
 def _shapes(found: Sequence[ExpertsModule]) -> list[LayerShape]:
     return [LayerShape(x.num_experts, x.top_k, x.layout.row_nbytes) for x in found]
 
 
-def _device_nbytes(model: Any) -> int:
+def _other_tensors(model: Any, found: Sequence[ExpertsModule]) -> list[torch.Tensor]:
+    """Parameters and buffers that are no experts', tied ones once."""
+    experts = {id(p) for layer in found for p in layer.module._parameters.values()}
     tensors = (*model.parameters(), *model.buffers())
-    return sum({t.data_ptr(): t.nbytes for t in tensors if not t.is_meta}.values())
+    return [t for t in tensors if not t.is_meta and id(t) not in experts]
 
 
 def _free_nbytes(device: torch.device) -> int:
@@ -135,9 +164,10 @@ def _free_nbytes(device: torch.device) -> int:
 def _kv_nbytes(config: Any, num_tokens: int) -> int:
     """Keys and values of every layer as if all were plain attention: an upper estimate."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    query_heads = getattr(text, "num_attention_heads", None) or 1
+    heads = getattr(text, "num_key_value_heads", None) or query_heads
     heads = max(heads) if isinstance(heads, list) else heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
     itemsize = getattr(text.dtype, "itemsize", 2)
     return int(2 * text.num_hidden_layers * heads * head_dim * itemsize * num_tokens)
 

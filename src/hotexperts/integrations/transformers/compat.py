@@ -30,6 +30,7 @@ KNOWN_DECORATOR_FLAGS = frozenset(
 KNOWN_PARAMETERS = frozenset(
     {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 )
+_SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
 
 
 class TransformersNames(NamedTuple):
@@ -115,6 +116,11 @@ def _require_parameters(function: Callable[..., Any], expected: list[str]) -> No
 def original_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """The experts class's own loop, behind the dispatching wrapper."""
     return type(module).forward.__wrapped__
+
+
+def eager_sum_dtype(module: Any, weights: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which an experts class's own loop adds up; None is that of its input."""
+    return weights.dtype if type(module).__name__ in _SUMS_IN_WEIGHTS_DTYPE else None
 
 
 def is_decorated_experts(module: torch.nn.Module) -> bool:

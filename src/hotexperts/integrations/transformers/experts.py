@@ -107,7 +107,8 @@ class CachedExperts:
         index: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Transformers' eager order: experts ascending, each added in the model's dtype."""
+        """Transformers' eager order: experts ascending, each added in the class's dtype."""
+        total = torch.zeros_like(hidden, dtype=compat.eager_sum_dtype(self._module(), weights))
         ids, top_k = index.flatten().cpu(), index.shape[-1]
         parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for wave in waves:
@@ -118,12 +119,12 @@ class CachedExperts:
                 pairs = served[ids[served] == expert]
                 pairs = pairs[(pairs % top_k).argsort(stable=True)].to(hidden.device)
                 tokens, pair_weights = pairs // top_k, weights.reshape(-1, 1)[pairs]
-                out = _multiply("eager", proxy)(proxy, hidden[tokens], slots[pairs], pair_weights)
-                parts[expert] = tokens, out
-        total = torch.zeros_like(hidden)
+                ones = hidden.new_ones(len(pairs), 1)
+                out = _multiply("eager", proxy)(proxy, hidden[tokens], slots[pairs], ones)
+                parts[expert] = tokens, (out * pair_weights).to(total.dtype)
         for expert in sorted(parts):
             total.index_add_(0, *parts[expert])
-        return total
+        return total.to(hidden.dtype)
 
     def _choose(self, index: torch.Tensor) -> str:
         if self.algorithm != "auto":

@@ -23,7 +23,12 @@ from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.config import CacheConfig
 from hotexperts.errors import CheckpointError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
-from hotexperts.integrations.transformers.build import attach_stores, check_early, plan_capacity
+from hotexperts.integrations.transformers.build import (
+    attach_stores,
+    check_early,
+    plan_capacity,
+    store_nbytes,
+)
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.modules import (
     ExpertsModule,
@@ -104,12 +109,13 @@ def _load(
         )
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
-    check_early(found, options)
+    in_ram = store_nbytes(found) if options.cache.store == "ram" else 0
+    check_early(found, options, in_ram)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
     result = original(model, None, files, load_config, *rest)
-    plan = plan_capacity(model, found, options, device)
+    plan = plan_capacity(model, found, options, device, in_ram)
     stores = make_stores(found, checkpoint, options, device)
     attach_stores(model, found, stores, plan, options, device, start)
     return result
@@ -148,7 +154,9 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
             "attach() copies experts that are in memory: use load() to leave them in the file"
         )
     found = find_experts(model)
-    check_early(found, options)
+    largest = max(layer.num_experts * layer.layout.row_nbytes for layer in found)
+    check_early(found, options, largest)
+    plan = plan_capacity(model, found, options, device, 0)
     stores: list[ExpertStore] = []
     for layer in found:
         parameters = take_parameters(layer.module)
@@ -157,7 +165,6 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     nn.Module.to(model, device)
     experts.register()
     model.set_experts_implementation(experts.NAME)
-    plan = plan_capacity(model, found, options, device)
     attach_stores(model, found, stores, plan, options, device, start)
 
 

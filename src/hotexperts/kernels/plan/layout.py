@@ -57,7 +57,7 @@ class PlanLayout:
         expert_of: `[capacity]`, expert in each slot, -1 for none.
         passed: `[E]`, place of an expert among those that the last event bypassed, -1 for others.
         fields: the policy's `[E]` fields by name.
-        scratch: working memory of a launch.
+        scratch: working memory of a launch, 8-byte aligned, split in the kernel.
         num_words: size of the state.
     """
 
@@ -81,8 +81,8 @@ class PlanLayout:
         names = _FIELDS[self.policy]
         put("fields", {name: first + i * self.num_experts for i, name in enumerate(names)})
         scratch = first + len(names) * self.num_experts
-        put("scratch", scratch)
-        put("num_words", scratch + 4 * self.num_experts)
+        put("scratch", scratch + scratch % 2)
+        put("num_words", self.scratch + 8 * self.num_experts + self.capacity)
 
     @property
     def policy_base(self) -> int:

@@ -1,0 +1,118 @@
+"""One layer's plan-and-gather, ready to launch: the constants chosen once, the tensors fixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hotexperts.kernels.gather.layout import GatherLayout
+from hotexperts.kernels.plan import rules
+from hotexperts.kernels.plan.layout import NUM_COUNTERS, PlanLayout
+
+MAX_IDS = 512  # what every program may count by itself
+_RULES: dict[str, tuple[float, ...]] = {
+    "lru": (0,),
+    "lfu": (rules.ONE_USE, rules.AGEING_PERIOD_PER_SLOT),
+    "lfru": (0,),
+    "lcp": (rules.LCP_UNUSED, len(rules.lcp_table()) - 1),
+    "ewma": (rules.EWMA_DECAY, rules.SMALLEST),
+    "auto": (*rules.AUTO_FAST, *rules.AUTO_SLOW, *rules.AUTO_MIX, rules.SMALLEST),
+}
+
+
+class PlanGather:
+    """Launches the kernel for one layer; every address is fixed at construction.
+
+    Args:
+        layout: the plan's.
+        gather: the copies'.
+        rows: int32 `[E, row_words]`, page-locked where the device is a GPU.
+        buffer: int32 `[buffer_words]`, the slots.
+        num_programs: programs that copy; few leave the GPU to compute that runs beside.
+        num_warps: warps of each.
+        block_words: int32 words a program has on the way at once.
+
+    Attributes:
+        state: int32 `[layout.num_words]`.
+        counters: int64, by `Counter`.
+    """
+
+    def __init__(
+        self,
+        layout: PlanLayout,
+        gather: GatherLayout,
+        rows: torch.Tensor,
+        buffer: torch.Tensor,
+        *,
+        num_programs: int = 16,
+        num_warps: int = 8,
+        block_words: int = 4096,
+    ) -> None:
+        self.layout = layout
+        self.state = layout.fresh(buffer.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
+        self._rows, self._buffer = rows, buffer
+        self._powers = rules.lcp_table().to(buffer.device)
+        self._grid = (num_programs,)
+        self._constants: dict[str, Any] = {
+            "NUM_EXPERTS": layout.num_experts,
+            "CAPACITY": layout.capacity,
+            "POLICY": layout.policy,
+            "RULES": _RULES[layout.policy],
+            "SCRATCH": layout.scratch,
+            "ROW_WORDS": gather.row_words,
+            "ROW_OFFSETS": gather.row_offsets,
+            "SLOT_OFFSETS": gather.slot_offsets,
+            "NUM_WORDS": gather.num_words,
+            "NUM_TENSORS": len(gather.num_words),
+            "BLOCK_E": _power_of_two(layout.num_experts),
+            "BLOCK_C": _power_of_two(layout.capacity),
+            "BLOCK_WORDS": block_words,
+            "num_warps": num_warps,
+            "enable_fp_fusion": False,  # each operation rounds by itself, as the policy does
+        }
+
+    def __call__(
+        self,
+        topk_ids: torch.Tensor,
+        remapped: torch.Tensor,
+        num_valid_tokens: torch.Tensor | None = None,
+        *,
+        evict: bool = True,
+        max_bypassed: int = 0,
+    ) -> None:
+        """One event, enqueued on the current stream.
+
+        Args:
+            topk_ids: int32 or int64 `[T, K]`, contiguous, at most 512 ids; -1 is ignored.
+            remapped: same shape and dtype, written: slots, -1 where a pair is not served.
+            num_valid_tokens: int32 `[1]` on the device; tokens from there on are padding.
+            evict: False admits into free slots only.
+            max_bypassed: as for `Policy.decide`.
+        """
+        from hotexperts.kernels.plan.triton import plan_gather_kernel
+
+        num_ids = topk_ids.numel()
+        assert num_ids <= MAX_IDS, num_ids
+        plan_gather_kernel[self._grid](
+            topk_ids,
+            self.state if num_valid_tokens is None else num_valid_tokens,
+            self.state,
+            self.counters,
+            remapped,
+            self._rows,
+            self._buffer,
+            self._powers,
+            num_ids,
+            topk_ids.shape[-1],
+            MAX_BYPASSED=max_bypassed,
+            EVICT=evict,
+            HAS_NUM_VALID=num_valid_tokens is not None,
+            BLOCK_N=min(32, max(2, _power_of_two(num_ids))),
+            **self._constants,
+        )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

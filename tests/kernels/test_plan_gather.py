@@ -1,0 +1,115 @@
+"""Policy, naive twin and kernel agree bit for bit, event after event, and the bytes follow."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hotexperts.kernels.gather import GatherLayout
+from hotexperts.kernels.gather.naive import gather
+from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout
+from hotexperts.kernels.plan import naive as naive_plan
+from hotexperts.kernels.plan.layout import NUM_COUNTERS
+from hotexperts.policy import POLICIES
+from hotexperts.residency import Residency
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
+SHAPES = [  # experts, capacity, tokens, k
+    (1, 1, 1, 1),
+    (5, 3, 1, 2),
+    (8, 8, 3, 2),
+    (13, 1, 2, 3),
+    (16, 5, 1, 4),
+    (33, 12, 4, 4),
+    (64, 20, 5, 8),
+]
+NUM_EVENTS = int(os.environ.get("HOTEXPERTS_PLAN_EVENTS", "40"))
+
+
+class Layer:
+    """The same layer three times: policy and ledger, naive tensors, kernel."""
+
+    def __init__(self, policy: str, num_experts: int, capacity: int, **options: Any) -> None:
+        from hotexperts.kernels.plan.launch import PlanGather
+
+        self.policy = POLICIES.load(policy)(num_experts, capacity)
+        self.ledger = Residency(num_experts, capacity)
+        self.layout = PlanLayout(num_experts, capacity, policy)
+        sizes = (80, 4, 24)  # bytes of an expert's tensors: 16-byte multiples and not
+        self.gather = GatherLayout.of((0, 256, 512), sizes, 768, capacity)
+        rows = torch.arange(num_experts * 192, dtype=torch.int32).view(num_experts, 192)
+        self.rows = rows.pin_memory() if DEVICE == "cuda" else rows
+        self.naive_state = self.layout.fresh(torch.device("cpu"))
+        self.naive_counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64)
+        self.naive_buffer = torch.full((self.gather.buffer_words,), -1, dtype=torch.int32)
+        buffer = self.naive_buffer.clone().to(DEVICE)
+        self.buffer = buffer
+        self.kernel = PlanGather(self.layout, self.gather, self.rows, buffer, **options)
+
+    def event(self, ids: torch.Tensor, num_valid: int | None, **how: Any) -> None:
+        num_tokens, top_k = ids.shape
+        flat = ids.flatten().tolist()[: None if num_valid is None else num_valid * top_k]
+        counts = {e: flat.count(e) for e in sorted(set(flat)) if e >= 0}
+        decision = self.policy.decide(
+            list(counts), list(counts.values()), self.ledger.residents, self.ledger.num_free, **how
+        )
+        placements = self.ledger.apply(decision)
+
+        plan = naive_plan.plan(
+            self.layout,
+            self.naive_state,
+            self.naive_counters,
+            ids,
+            num_valid_ids=None if num_valid is None else num_valid * top_k,
+            **how,
+        )
+        gather(self.gather, self.rows, self.naive_buffer, plan.experts, plan.slots)
+        assert plan.experts.tolist() == [p.expert for p in placements]
+        assert plan.slots.tolist() == [p.slot for p in placements]
+        slot_of = [*self.ledger.slot_of, -1]
+        valid = [e if i < len(flat) else -1 for i, e in enumerate(ids.flatten().tolist())]
+        assert plan.remapped.flatten().tolist() == [slot_of[e] for e in valid]
+
+        on_device = ids.to(DEVICE)
+        remapped = torch.full_like(on_device, -7)
+        count = None if num_valid is None else torch.tensor([num_valid], dtype=torch.int32)
+        count = count if count is None else count.to(DEVICE)
+        self.kernel(on_device, remapped, count, **how)
+        self.check(plan.remapped, remapped, decision)
+
+    def check(self, expected: torch.Tensor, remapped: torch.Tensor, decision: Any) -> None:
+        assert torch.equal(remapped.cpu(), expected)
+        end = self.layout.scratch - 1  # one word of padding may lie before the scratch
+        assert torch.equal(self.kernel.state[:end].cpu(), self.naive_state[:end])
+        assert torch.equal(self.kernel.counters.cpu(), self.naive_counters)
+        assert torch.equal(self.buffer.cpu(), self.naive_buffer)
+        assert self.layout.view(self.naive_state, "slot_of").tolist() == self.ledger.slot_of
+        passed = self.layout.view(self.naive_state, "passed")
+        assert (passed >= 0).nonzero().flatten().tolist() == list(decision.bypassed)
+
+
+def random_ids(draw: random.Random, num_experts: int, num_tokens: int, k: int) -> torch.Tensor:
+    popular = [draw.randrange(num_experts) for _ in range(max(1, num_experts // 3))]
+    pick = lambda: draw.choice(popular) if draw.random() < 0.6 else draw.randrange(num_experts)  # noqa: E731
+    ids = [[-1 if draw.random() < 0.05 else pick() for _ in range(k)] for _ in range(num_tokens)]
+    return torch.tensor(ids, dtype=draw.choice([torch.int32, torch.int64]))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "E{}-C{}-T{}-K{}".format(*s))
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, int]) -> None:
+    num_experts, capacity, num_tokens, k = shape
+    draw = random.Random(f"{policy}{shape}")
+    layer = Layer(policy, num_experts, capacity, num_programs=3, num_warps=4, block_words=64)
+    for _ in range(NUM_EVENTS):
+        ids = random_ids(draw, num_experts, num_tokens, k)
+        num_valid = draw.choice([None, None, num_tokens, draw.randint(0, num_tokens)])
+        limit = draw.choice([0, 0, 1, 8])
+        layer.event(ids, num_valid, evict=draw.random() > 0.1, max_bypassed=limit)
+    assert layer.naive_counters[Counter.CALLS] == NUM_EVENTS
