@@ -132,7 +132,7 @@ class Run:
     @torch.no_grad()
     def sequence(self, model: Any, replay: olmoe.Replay, index: int, num_steps: int) -> None:
         """A prefill and `num_steps` decode steps; the first two steps are not counted."""
-        replay.sequence, replay.position = index, 0
+        replay.show(index, 0, olmoe.PREFILL_TOKENS)
         tokens = torch.arange(olmoe.PREFILL_TOKENS, device="cuda").unsqueeze(0)
         seconds, out = timed(model, tokens, None)
         self.prefill_s.append(seconds)
@@ -140,7 +140,7 @@ class Run:
         for step in range(NUM_WARM_STEPS + num_steps):
             if step == NUM_WARM_STEPS and cache is not None:
                 cache.reset_stats()
-            replay.position = olmoe.PREFILL_TOKENS + step
+            replay.show(index, olmoe.PREFILL_TOKENS + step, 1)
             seconds, out = timed(model, out.logits[:, -1:].argmax(-1), out.past_key_values)
             if step >= NUM_WARM_STEPS:
                 self.step_s.append(seconds)

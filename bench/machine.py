@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "cpu_cores": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "versions": {name: _version(name) for name in ("torch", "triton", "transformers")},
     }
     if torch.cuda.is_available():
@@ -42,10 +42,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def write(path: Path, name: str, results: dict[str, Any]) -> None:
     """Write one result file: the machine, the command, and the figures."""
-    command = " ".join(["python", *sys.argv])
+    command = " ".join(
+        ["python", f"bench/{name.replace('-', '_')}.py", *_without_paths(sys.argv[1:])]
+    )
     content = {"benchmark": name, "command": command, "machine": describe(), **results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _without_paths(arguments: Sequence[str]) -> list[str]:
+    """Where results and traces lie differs from machine to machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument not in ("--out", "--traces"):
+            kept.append(argument)
+        skip = argument in ("--out", "--traces")
+    return kept
 
 
 def _version(name: str) -> str | None:

@@ -55,6 +55,9 @@ def _restore_rotary(model: Any, config: Any) -> None:
 class Replay:
     """Makes every router of a model answer with recorded ids.
 
+    The ids lie in one tensor at a fixed address, so that a captured step reads what `show` put
+    there last.
+
     Args:
         trace: the `.npz`.
         model: an OLMoE model.
@@ -63,17 +66,22 @@ class Replay:
 
     def __init__(self, trace: Path, model: Any, device: str) -> None:
         ids = np.load(trace)["ids"]  # [sequence, position, layer, k]
-        self.num_sequences, self.num_positions, num_layers, self.top_k = ids.shape
-        self._ids = torch.from_numpy(ids.astype(np.int64)).to(device)
-        self.sequence = self.position = 0
+        self.num_sequences, self.num_positions, self._num_layers, self.top_k = ids.shape
+        self._ids = torch.from_numpy(ids.astype(np.int64)).to(device).transpose(1, 2).contiguous()
+        self._shown = torch.empty(self._num_layers, self.num_positions, self.top_k).long()
+        self._shown = self._shown.to(device)
         for layer_index, layer in enumerate(model.model.layers):
-            layer.mlp.gate.forward = self._router(layer_index % num_layers)
+            layer.mlp.gate.forward = self._router(layer_index % self._num_layers)
+
+    def show(self, sequence: int, position: int, num_tokens: int) -> None:
+        """The next call's tokens are these positions of that sequence."""
+        end = position + num_tokens
+        self._shown[:, :num_tokens].copy_(self._ids[sequence, :, position:end])
 
     def _router(self, layer: int) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
             num_tokens = hidden.shape[:-1].numel()
-            stop = self.position + num_tokens
-            ids = self._ids[self.sequence, self.position : stop, layer].to(hidden.device)
+            ids = self._shown[layer, :num_tokens].to(hidden.device)
             weights = hidden.new_full(ids.shape, 1 / self.top_k)
             return None, weights, ids
 

@@ -4,7 +4,13 @@ import pytest
 
 from hotexperts.config import Bytes, CacheConfig, format_bytes, parse_bytes, parse_cache_size
 from hotexperts.errors import ConfigError
-from hotexperts.sizing import LayerShape, bank_rows, capacity_for_budget, fixed_capacity
+from hotexperts.sizing import (
+    LayerShape,
+    bank_rows,
+    banks_nbytes,
+    capacity_for_budget,
+    fixed_capacity,
+)
 
 LAYERS = [LayerShape(num_experts=16, top_k=4, row_nbytes=1000)] * 3
 
@@ -77,3 +83,11 @@ def test_slots_above_the_experts_are_not_clamped() -> None:
 def test_no_banks_where_everything_is_resident() -> None:
     assert (bank_rows(16, 16), bank_rows(16, 12)) == (0, 4)
     assert (bank_rows(64, 16), bank_rows(64, 2)) == (8, 2)  # and never more than the slots
+
+
+def test_each_kind_of_row_has_its_own_banks() -> None:
+    layers = [LayerShape(16, 2, 1000), LayerShape(16, 2, 2000), LayerShape(9, 2, 2000)]
+    assert banks_nbytes(layers, 8) == 2 * (8 * 1000 + 8 * 2000)
+    plan = capacity_for_budget(60_000, 0, layers)
+    used = plan.capacity * 5000 + banks_nbytes(layers, plan.capacity)
+    assert used <= 57_000

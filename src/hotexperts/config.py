@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, TypeAlias
 
 from hotexperts.errors import ConfigError
@@ -20,6 +21,8 @@ _UNITS = {
     "TiB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_MOST = 2**63 - 1  # bytes or slots: more is a slip, and Python may refuse to print it
+_MOST_DIGITS = 40
 AUTO: Literal["auto"] = "auto"
 
 
@@ -33,14 +36,17 @@ class Bytes:
 CacheSize: TypeAlias = int | Bytes | Literal["auto"]
 StoreKind: TypeAlias = Literal["ram", "file"]
 STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
+CacheMode: TypeAlias = Literal["host", "device"]
+CACHE_MODES: tuple[CacheMode, ...] = ("host", "device")
 
 
 def parse_bytes(text: str) -> int:
     """Bytes from "6GiB", "512 MB", "1.5GB".
 
     Raises:
-        ConfigError: no number, no unit or an unknown one, or less than one byte.
+        ConfigError: no number, no unit or an unknown one, less than one byte or too many.
     """
+    _check_length(text)
     match = _SIZE.fullmatch(text)
     known = ", ".join(_UNITS)
     if match is None:
@@ -49,9 +55,11 @@ def parse_bytes(text: str) -> int:
     by_lower = {name.lower(): factor for name, factor in _UNITS.items()}
     if unit.lower() not in by_lower:
         raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use one of {known}")
-    num_bytes = int(float(number) * by_lower[unit.lower()])
+    num_bytes = int(Fraction(number) * by_lower[unit.lower()])
     if num_bytes < 1:
         raise ConfigError(f"size {text!r} is less than a byte: give more")
+    if num_bytes > _MOST:
+        raise ConfigError(f"size {text!r} is more than any machine has: give less")
     return num_bytes
 
 
@@ -59,7 +67,7 @@ def parse_cache_size(value: int | str) -> CacheSize:
     """Slots a layer (32 or "32"), "auto", or a GPU budget ("6GiB").
 
     Raises:
-        ConfigError: none of these, or fewer than one slot.
+        ConfigError: none of these, fewer than one slot or too many.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(
@@ -70,10 +78,21 @@ def parse_cache_size(value: int | str) -> CacheSize:
         return AUTO
     if isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+\s*", value) is None:
         return Bytes(parse_bytes(value))
+    if isinstance(value, str):
+        _check_length(value)
     num_slots = int(value)
+    if num_slots > _MOST:
+        raise ConfigError("expert_cache_size is a number beyond any model: give fewer slots")
     if num_slots < 1:
         raise ConfigError(f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed")
     return num_slots
+
+
+def _check_length(text: str) -> None:
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(
+            f"size {text[:20] + '...'!r} has {len(text)} characters: write for example 6GiB"
+        )
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -94,14 +113,22 @@ class CacheConfig:
         policy: a registered name or "module:Class".
         store: "ram" copies every expert into host memory (page-locked on CUDA); "file" leaves
             them in the checkpoint, memory-mapped.
+        mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy.
         check_host_memory: refuse before loading when the host seems to have too little.
     """
 
     size: CacheSize = AUTO
     policy: str = "lru"
     store: StoreKind = "ram"
+    mode: CacheMode = "host"
     check_host_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
             raise ConfigError(f"expert_store is {self.store!r}: use 'ram' or 'file'")
+        if self.mode not in CACHE_MODES:
+            raise ConfigError(f"cache_mode is {self.mode!r}: use 'host' or 'device'")
+        if self.mode == "device" and self.store != "ram":
+            raise ConfigError(
+                "cache_mode 'device' reads experts from page-locked memory: use expert_store 'ram'"
+            )

@@ -81,6 +81,14 @@ class Residency:
                 self._residents.pop(expert, None)
                 self._clear(expert)
 
+    def recover(self, experts: Iterable[int]) -> None:
+        """After a call that broke off: `discard` these, or everything if the maps disagree."""
+        try:
+            self.discard(experts)
+            self.check()
+        except (AssertionError, KeyError):
+            self.reset()
+
     def check(self) -> None:
         """Prove that both maps agree and that counts add up.
 

@@ -43,8 +43,12 @@ def bank_rows(num_experts: int, capacity: int) -> int:
 
 
 def banks_nbytes(layers: Sequence[LayerShape], capacity: int) -> int:
-    """Bytes of the two banks that the layers share."""
-    return 2 * max(bank_rows(s.num_experts, capacity) * s.row_nbytes for s in layers)
+    """Bytes of the banks: two for each kind of row, shared by the layers that have it."""
+    rows: dict[int, int] = {}
+    for shape in layers:
+        needed = bank_rows(shape.num_experts, capacity)
+        rows[shape.row_nbytes] = max(rows.get(shape.row_nbytes, 0), needed)
+    return 2 * sum(count * row_nbytes for row_nbytes, count in rows.items())
 
 
 def fixed_capacity(num_slots: int, layers: Sequence[LayerShape]) -> SizePlan:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.turn import Turn
-from hotexperts.errors import ConcurrentUseError
+from hotexperts.errors import ConcurrentUseError, ConfigError
 from hotexperts.policy import POLICIES
 
 
@@ -119,9 +123,62 @@ def test_counts_after_an_over_capacity_call() -> None:
 
 def test_an_id_that_no_expert_has_is_an_error() -> None:
     provider = CachedWeightProvider(make_store(4), 2)
-    with pytest.raises(ValueError, match="expert id 4 in a layer of 4 experts"):
+    with pytest.raises(
+        ConfigError, match="expert id 4 in a layer of 4 experts: ids go from 0 to 3"
+    ):
         provider.prepare(torch.tensor([0, 4]))
+    for dtype in (torch.uint8, torch.float32):
+        with pytest.raises(ConfigError, match="give int32 or int64"):
+            provider.prepare(torch.tensor([0], dtype=dtype))
     assert served(provider, torch.tensor([0])) == [0]  # the lock is free again
+
+
+def test_every_negative_id_is_nobody() -> None:
+    provider = CachedWeightProvider(make_store(4), 2)
+    assert provider.prepare(torch.tensor([-2, 1, -7])).topk_ids.tolist() == [-1, 0, -1]
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_stale() -> None:
+    """Raises at the n-th traced line of a call, for every n, and then asks for everything."""
+    for over_capacity in (False, True):
+        for line in range(0, 400, 3):
+            provider = CachedWeightProvider(make_store(12), 4)
+            served(provider, torch.tensor([0, 1, 2]))
+            wanted = torch.arange(2, 12) if over_capacity else torch.tensor([2, 3, 4])
+            finished = interrupted_at(line, lambda p=provider, w=wanted: served(p, w))
+            gc.collect()  # closes a generator that the traceback kept
+            provider.slots.residency.check()
+            assert served(provider, torch.tensor([3, 4, 2])) == [3, 4, 2]
+            assert served(provider, torch.arange(12)) == list(range(12))
+            if finished:
+                break
+
+
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Run `call` with a KeyboardInterrupt at a line of the cache's code; whether it finished."""
+    left = line
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if "hotexperts/cache" not in frame.f_code.co_filename and (
+            "hotexperts/residency" not in frame.f_code.co_filename
+        ):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(None)
+    return left > 0
 
 
 def test_a_second_thread_is_refused() -> None:
@@ -146,9 +203,11 @@ def test_a_second_thread_is_refused() -> None:
 
 def test_layers_that_share_banks_share_their_turn() -> None:
     """A thread inside one layer keeps others out of every layer of the model."""
-    store, cpu = make_store(16), torch.device("cpu")
-    turn, banks = Turn(cpu), StreamBanks(make_store(16).layout, 4, cpu)
-    first, second = (CachedWeightProvider(store, 3, banks=banks, turn=turn) for _ in range(2))
+    store = make_store(16)
+    banks = StreamBanks(store.layout, 4, torch.device("cpu"))
+    first, second = (CachedWeightProvider(store, 3, banks=banks) for _ in range(2))
+    with pytest.raises(ConfigError, match="belong to another turn"):
+        CachedWeightProvider(store, 3, banks=banks, turn=Turn(torch.device("cpu")))
     waves = first.waves(torch.arange(16))
     next(waves)
     with pytest.raises(ConcurrentUseError, match="two threads"):

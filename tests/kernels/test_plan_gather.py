@@ -52,7 +52,7 @@ class Layer:
         self.kernel = PlanGather(self.layout, self.gather, self.rows, buffer, **options)
 
     def event(self, ids: torch.Tensor, num_valid: int | None, **how: Any) -> None:
-        num_tokens, top_k = ids.shape
+        top_k = ids.shape[-1]
         flat = ids.flatten().tolist()[: None if num_valid is None else num_valid * top_k]
         counts = {e: flat.count(e) for e in sorted(set(flat)) if e >= 0}
         decision = self.policy.decide(
@@ -113,3 +113,39 @@ def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, 
         limit = draw.choice([0, 0, 1, 8])
         layer.event(ids, num_valid, evict=draw.random() > 0.1, max_bypassed=limit)
     assert layer.naive_counters[Counter.CALLS] == NUM_EVENTS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+def test_many_events_on_the_gpu(policy: str) -> None:
+    """Many warps and programs, thousands of events: races do not show in the interpreter."""
+    num_events = int(os.environ.get("HOTEXPERTS_GPU_EVENTS", "2000"))
+    for num_experts, capacity, num_tokens, k in ((64, 20, 2, 8), (128, 32, 1, 8), (300, 77, 5, 10)):
+        draw = random.Random(f"{policy}{num_experts}")
+        batches = [random_ids(draw, num_experts, num_tokens, k).int() for _ in range(200)]
+        order = [draw.randrange(len(batches)) for _ in range(num_events)]
+        layer = Layer(policy, num_experts, capacity)
+        on_device = [ids.to(DEVICE) for ids in batches]
+        out = torch.empty(num_events, num_tokens, k, dtype=torch.int32, device=DEVICE)
+        for i, index in enumerate(order):
+            layer.kernel(on_device[index], out[i])
+        found = out.cpu()
+        for i, index in enumerate(order):
+            flat = batches[index].flatten().tolist()
+            counts = {e: flat.count(e) for e in sorted(set(flat)) if e >= 0}
+            decision = layer.policy.decide(
+                list(counts),
+                list(counts.values()),
+                layer.ledger.residents,
+                layer.ledger.num_free,
+                max_bypassed=0,
+            )
+            layer.ledger.apply(decision)
+            slot_of = [*layer.ledger.slot_of, -1]
+            assert found[i].flatten().tolist() == [slot_of[e] for e in flat], i
+        bytes_of = layer.buffer.cpu()
+        expected = layer.naive_buffer
+        residents = torch.tensor(sorted(layer.ledger.residents))
+        slots = torch.tensor([layer.ledger.slot_of[e] for e in residents.tolist()])
+        gather(layer.gather, layer.rows.cpu(), expected, residents, slots)
+        assert torch.equal(bytes_of, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import resource
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class HostBuffer:
                 f"cannot map {format_bytes(nbytes)} of host memory ({error}): "
                 f"{_KEEP_IN_FILE}, or free memory"
             ) from error
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
         if pin:
             self._page_lock(torch.cuda.cudart())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hotexperts.cache.store import ExpertStore
+from hotexperts.cache.turn import Turn
 from hotexperts.formats import ExpertLayout
 
 NUM_BANKS = 2
@@ -63,7 +64,7 @@ class CopyLane:
 class StreamBanks:
     """Two banks shared by all layers of one layout: one is copied into while the other computes.
 
-    One layer call at a time uses them: providers that share banks share a `Turn`.
+    One layer call at a time uses them: providers that share banks share the `turn` of the first.
 
     Args:
         layout: what a row holds.
@@ -75,6 +76,7 @@ class StreamBanks:
         self.layout = layout
         self.num_rows = num_rows
         self.lane = CopyLane(device)
+        self.turn: Turn | None = None
         self.tensors: list[Any] = [layout.empty(num_rows, device) for _ in range(NUM_BANKS)]
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +12,19 @@ import torch
 from hotexperts.errors import ConcurrentUseError
 
 
+class _Token:
+    """Lives as long as the call that holds the turn."""
+
+
+def _nobody() -> None:
+    return None
+
+
 class Turn:
     """Shared by all caches that share banks or bounce rows: one layer call at a time.
+
+    The turn ends when the call says so, or when an interrupt kept it from saying so and its frame
+    is gone: a lock that is held for good would need a new model.
 
     Args:
         device: where the slots are.
@@ -20,7 +32,8 @@ class Turn:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._busy = threading.Lock()
+        self._looking = threading.Lock()
+        self._holder: Callable[[], _Token | None] = _nobody
         self._last_stream: torch.cuda.Stream | None = None
 
     @contextmanager
@@ -30,18 +43,24 @@ class Turn:
         Raises:
             ConcurrentUseError: another thread is inside.
         """
-        if not self._busy.acquire(blocking=False):
-            raise ConcurrentUseError(
-                "two threads are in the same expert cache: give each its own model, or take turns"
-            )
+        token = _Token()
+        with self._looking:
+            if self._holder() is not None:
+                raise ConcurrentUseError(
+                    "two threads are in the same expert cache: give each its own model, or take "
+                    "turns"
+                )
+            self._holder = weakref.ref(token)
         try:
             self._follow_last_stream()
             yield
         finally:
-            self._busy.release()
+            self._holder = _nobody
 
     def _follow_last_stream(self) -> None:
         if self._device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():  # torch.cuda.graph waits before it captures
             return
         stream = torch.cuda.current_stream(self._device)
         if self._last_stream is not None and stream != self._last_stream:

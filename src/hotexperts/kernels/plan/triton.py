@@ -49,7 +49,7 @@ def _ranks(keys_at, keys, counted, o_e, m_e, NUM_EXPERTS: tl.constexpr, CHUNK: t
     return ranks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict"])
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
@@ -61,12 +61,12 @@ def plan_gather_kernel(
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
     top_k,
+    max_bypassed,  # misses that may pass by of the policy's own will
+    evict,  # 0 admits into free slots only
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    MAX_BYPASSED: tl.constexpr,
     POLICY: tl.constexpr,
     RULES: tl.constexpr,
-    EVICT: tl.constexpr,
     SCRATCH: tl.constexpr,
     HAS_NUM_VALID: tl.constexpr,
     ROW_WORDS: tl.constexpr,
@@ -168,9 +168,7 @@ def plan_gather_kernel(
         expert_of = tl.load(expert_of_at + o_c, mask=m_c, other=0)
         is_free = (expert_of < 0) & m_c
         num_free = tl.sum(is_free.to(tl.int32))
-        may_leave = resident & (demanded == 0) & m_e
-        if not EVICT:
-            may_leave = may_leave & (o_e < 0)
+        may_leave = resident & (demanded == 0) & (evict != 0)
         ranks = _ranks(keys_at, keys, may_leave, o_e, m_e, NUM_EXPERTS, 32)
         num_pairs = tl.minimum(tl.sum(may_leave.to(tl.int32)), tl.maximum(num_missed - num_free, 0))
         if POLICY == "auto":
@@ -183,7 +181,7 @@ def plan_gather_kernel(
                 fights = missed & (opponent >= 0) & (opponent < num_pairs)
                 rival = tl.load(rivals_at + opponent, mask=fights, other=LAST_KEY)
                 wins = tl.sum((fights & (keys > rival)).to(tl.int32))
-                num_pairs = tl.maximum(wins, num_pairs - MAX_BYPASSED)
+                num_pairs = tl.maximum(wins, num_pairs - max_bypassed)
             admitted = missed & (best < num_free + num_pairs)
         place = tl.cumsum(admitted.to(tl.int32), 0) - 1
         if POLICY != "auto":

@@ -1,0 +1,216 @@
+"""Decode of the OLMoE-1B-7B shape with the cache managed on the device, inside a CUDA graph.
+
+    python bench/device_decode.py --traces DIR --out bench/results/device-decode.json
+
+Each case runs in a process of its own: random weights, routing replayed (R2), batch 1, a prefill of
+128 tokens, then decode steps with a static KV cache: one graph replay a step, timed one by one.
+"resident" is the same engine with every expert on the GPU. Serial floor = resident step + missed
+bytes / (0.94 x link); percent of bound = max(resident step, missed bytes / link) / step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+import olmoe
+
+CASES = ("resident", "device-all", "device-6GiB-lru", "device-6GiB-auto")
+TRACE = "moe507m_dev.npz"
+MAX_POSITIONS = 384
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args)))
+        return
+    table = {case: child(case) for case in args.cases}
+    for row in table.values():
+        add_bounds(row, table.get("resident"))
+    for case, row in table.items():
+        print(case, json.dumps(row))
+    if args.out:
+        results = {"shape": olmoe.SHAPE, "replay": "R2", "cases": table}
+        machine.write(args.out, "device-decode", results)
+
+
+def child(case: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"failed": done.returncode}
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+def add_bounds(row: dict[str, Any], resident: dict[str, Any] | None) -> None:
+    if resident is None or "step_ms" not in row or "step_ms" not in resident:
+        return
+    base, step = resident["step_ms"]["median"], row["step_ms_mean"]
+    link = row["link_gb_s"] * 1e6  # bytes a millisecond
+    missed = row.get("bytes_per_step", 0)
+    row["serial_floor_ms"] = base + missed / (0.94 * link)
+    row["percent_of_serial_floor"] = 100 * row["serial_floor_ms"] / step
+    row["percent_of_bound"] = 100 * max(base, missed / link) / step
+
+
+def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    model = olmoe.build("cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    kind, _, rest = case.partition("-")
+    if kind == "resident":
+        model.to("cuda").set_experts_implementation("batched_mm")
+    else:
+        import hotexperts.transformers as hot
+
+        size, _, policy = rest.partition("-")
+        hot.attach(
+            model,
+            expert_cache_size=64 if size == "all" else size,
+            policy=policy or "lru",
+            cache_mode="device",
+            kv_tokens=MAX_POSITIONS,
+            device="cuda",
+        )
+    run = Decode(model, args.traces / TRACE)
+    for sequence in range(args.sequences):
+        run.sequence(sequence, args.steps)
+    row = {
+        "tokens_per_s": 1e3 / (sum(run.step_ms) / len(run.step_ms)),
+        "step_ms": machine.spread(run.step_ms),
+        "step_ms_mean": sum(run.step_ms) / len(run.step_ms),
+        "prefill_ms": machine.spread(run.prefill_ms),
+        "num_steps": len(run.step_ms),
+        "link_gb_s": link(),
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
+        "last_tokens": run.last_tokens,
+    }
+    if kind == "resident":
+        return row
+    cache = model.expert_cache
+    return row | {
+        "capacity": cache.capacity,
+        "staging": 0,
+        "bank_bytes": cache.bank_nbytes,
+        "policy": cache.policy,
+        "hit_rate": run.hits / (run.hits + run.misses),
+        "bytes_per_step": run.bytes_moved / len(run.step_ms),
+    }
+
+
+class Decode:
+    """Prefills eagerly, then replays one captured decode step."""
+
+    def __init__(self, model: Any, trace: Path) -> None:
+        self.model = model
+        self.cache = getattr(model, "expert_cache", None)
+        self.replay = olmoe.Replay(trace, model, "cuda")
+        self.tokens = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+        self.kv: Any = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.prefill_ms: list[float] = []
+        self.step_ms: list[float] = []
+        self.last_tokens: list[int] = []
+        self.hits = self.misses = self.bytes_moved = 0
+
+    @torch.no_grad()
+    def sequence(self, index: int, num_steps: int) -> None:
+        """A prefill of 128 tokens and `num_steps` replays."""
+        prompt = torch.arange(olmoe.PREFILL_TOKENS, device="cuda").unsqueeze(0)
+        self._fresh_kv()
+        if self.graph is None:
+            self._capture(prompt)
+        self.replay.show(index, 0, olmoe.PREFILL_TOKENS)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        logits = self.model(prompt, past_key_values=self.kv, logits_to_keep=1).logits
+        torch.cuda.synchronize()
+        self.prefill_ms.append(1e3 * (time.perf_counter() - start))
+        self.tokens.copy_(logits[:, -1:].argmax(-1))
+        if self.cache is not None:
+            self.cache.reset_stats()
+        assert self.graph is not None
+        for step in range(num_steps):
+            self.replay.show(index, olmoe.PREFILL_TOKENS + step, 1)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.graph.replay()
+            torch.cuda.synchronize()
+            self.step_ms.append(1e3 * (time.perf_counter() - start))
+        self.last_tokens.append(int(self.tokens))
+        if self.cache is not None:
+            stats = self.cache.stats
+            self.hits += stats.hits
+            self.misses += stats.misses
+            self.bytes_moved += stats.bytes_moved
+
+    def _fresh_kv(self) -> None:
+        if self.kv is None:
+            from transformers import StaticCache
+
+            self.kv = StaticCache(config=self.model.config, max_cache_len=MAX_POSITIONS)
+            return
+        for layer in self.kv.layers:
+            if not layer.is_initialized:
+                continue
+            layer.keys.zero_()
+            layer.values.zero_()
+            layer.cumulative_length.zero_()
+
+    def _capture(self, prompt: torch.Tensor) -> None:
+        self.replay.show(0, 0, olmoe.PREFILL_TOKENS)
+        self.model(prompt, past_key_values=self.kv, logits_to_keep=1)
+        self.replay.show(0, olmoe.PREFILL_TOKENS, 1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        self._fresh_kv()
+        if self.cache is not None:
+            self.cache.reset()
+
+    def _step(self) -> None:
+        out = self.model(self.tokens, past_key_values=self.kv, logits_to_keep=1)
+        self.tokens.copy_(out.logits[:, -1:].argmax(-1))
+
+
+def link() -> float:
+    """GB/s of `copy_` of 8 experts from page-locked memory."""
+    from hotexperts.cache.host_memory import HostBuffer
+
+    locked = HostBuffer(8 * 12_582_912, pin=True)  # kept: the page-locking ends with it
+    source = locked.bytes
+    target = torch.empty_like(source, device="cuda")
+    target.copy_(source, non_blocking=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    torch.cuda.synchronize()
+    return 10 * source.numel() / start.elapsed_time(end) / 1e6
+
+
+if __name__ == "__main__":
+    main()
