@@ -106,7 +106,7 @@ def random_ids(draw: random.Random, num_experts: int, num_tokens: int, k: int) -
 def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, int]) -> None:
     num_experts, capacity, num_tokens, k = shape
     draw = random.Random(f"{policy}{shape}")
-    layer = Layer(policy, num_experts, capacity, num_programs=3, num_warps=4, block_words=64)
+    layer = Layer(policy, num_experts, capacity, num_programs=7, num_warps=4, block_words=64)
     for _ in range(NUM_EVENTS):
         ids = random_ids(draw, num_experts, num_tokens, k)
         num_valid = draw.choice([None, None, num_tokens, draw.randint(0, num_tokens)])

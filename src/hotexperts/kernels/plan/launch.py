@@ -6,19 +6,12 @@ from typing import Any
 
 import torch
 
+from hotexperts.errors import ConfigError
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
 from hotexperts.kernels.plan.layout import NUM_COUNTERS, PlanLayout
 
 MAX_IDS = 512  # what every program may count by itself
-_RULES: dict[str, tuple[float, ...]] = {
-    "lru": (0,),
-    "lfu": (rules.ONE_USE, rules.AGEING_PERIOD_PER_SLOT),
-    "lfru": (0,),
-    "lcp": (rules.LCP_UNUSED, len(rules.lcp_table()) - 1),
-    "ewma": (rules.EWMA_DECAY, rules.SMALLEST),
-    "auto": (*rules.AUTO_FAST, *rules.AUTO_SLOW, *rules.AUTO_MIX, rules.SMALLEST),
-}
 
 
 class PlanGather:
@@ -49,6 +42,10 @@ class PlanGather:
         num_warps: int = 8,
         block_words: int = 4096,
     ) -> None:
+        if layout.policy == "adv" and num_programs < rules.NUM_SHADOWS:
+            raise ConfigError(
+                f"{num_programs} programs: 'adv' needs {rules.NUM_SHADOWS}, one for each shadow"
+            )
         self.layout = layout
         self.state = layout.fresh(buffer.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
@@ -59,8 +56,10 @@ class PlanGather:
             "NUM_EXPERTS": layout.num_experts,
             "CAPACITY": layout.capacity,
             "POLICY": layout.policy,
-            "RULES": _RULES[layout.policy],
+            "RULES": rules.KERNEL_RULES[layout.policy],
             "SCRATCH": layout.scratch,
+            "SHADOW_SCRATCH": layout.shadow_scratch,
+            "MAY_BYPASS": layout.policy in ("auto", "adv"),
             "ROW_WORDS": gather.row_words,
             "ROW_OFFSETS": gather.row_offsets,
             "SLOT_OFFSETS": gather.slot_offsets,

@@ -19,6 +19,10 @@ _FIELDS: dict[str, dict[str, int]] = {  # policy: field to its initial value
     "lcp": {"last_use": -1, "count": 0},
     "ewma": {"score": 0},
     "auto": {"fast": 0, "slow": 0},
+    # Seven averages, then who is in each of seven shadow caches, in the states after an even and
+    # after an odd number of events: a launch reads one and writes the other.
+    "adv": {f"average_{i}": 0 for i in range(7)}
+    | {f"held_{parity}_{j}": 0 for parity in range(2) for j in range(7)},
 }
 DEVICE_POLICIES = tuple(sorted(_FIELDS))
 
@@ -29,6 +33,7 @@ class Scalar(enum.IntEnum):
     CLOCK = 0  # events so far
     ARRIVED = 1  # programs of the running launch that have read the state; 0 between launches
     USES = 2  # lfu: uses since the counters were halved
+    WORTH = 3  # adv: from here on, the discounted hits of its seven shadows
 
 
 class Counter(enum.IntEnum):
@@ -58,6 +63,7 @@ class PlanLayout:
         passed: `[E]`, place of an expert among those that the last event bypassed, -1 for others.
         fields: the policy's `[E]` fields by name.
         scratch: working memory of a launch, 8-byte aligned, split in the kernel.
+        shadow_scratch: the same of adv's shadows.
         num_words: size of the state.
     """
 
@@ -69,6 +75,7 @@ class PlanLayout:
     passed: int = field(init=False)
     fields: dict[str, int] = field(init=False, compare=False)
     scratch: int = field(init=False)
+    shadow_scratch: int = field(init=False)
     num_words: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +89,11 @@ class PlanLayout:
         put("fields", {name: first + i * self.num_experts for i, name in enumerate(names)})
         scratch = first + len(names) * self.num_experts
         put("scratch", scratch + scratch % 2)
-        put("num_words", self.scratch + 8 * self.num_experts + self.capacity)
+        # Three int64 rankings, a map and the targets; then three rankings for each shadow.
+        own = 8 * self.num_experts + self.capacity
+        shadows = 7 * 6 * self.num_experts if self.policy == "adv" else 0
+        put("shadow_scratch", self.scratch + own + own % 2)
+        put("num_words", self.shadow_scratch + shadows)
 
     @property
     def policy_base(self) -> int:

@@ -6,18 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from hotexperts.kernels.plan import rules
 from hotexperts.kernels.plan.layout import NOWHERE, Counter, PlanLayout, Scalar
-from hotexperts.kernels.plan.rules import (
-    AGEING_PERIOD_PER_SLOT,
-    AUTO_FAST,
-    AUTO_MIX,
-    AUTO_SLOW,
-    EWMA_DECAY,
-    LCP_UNUSED,
-    ONE_USE,
-    SMALLEST,
-    lcp_table,
-)
 
 
 class Plan(NamedTuple):
@@ -63,7 +53,7 @@ def plan(
     demanded = counts > 0
     slot_of, expert_of = layout.view(state, "slot_of"), layout.view(state, "expert_of")
     resident = slot_of >= 0
-    score, tie = _record(layout, state, counts)
+    score, tie = _record(layout, state, counts, evict=evict)
     misses = (demanded & ~resident).nonzero().flatten()
     free = (expert_of < 0).nonzero().flatten()
     leaving = _ordered((resident & ~demanded).nonzero().flatten(), score, tie)
@@ -105,7 +95,7 @@ def _admit(
     num_demanded: int,
     max_bypassed: int,
 ) -> torch.Tensor:
-    if layout.policy != "auto":
+    if layout.policy not in ("auto", "adv"):
         return misses[: num_free + len(candidates)]
     ranked = misses[score[misses].argsort(descending=True, stable=True)]
     challengers = ranked[num_free : num_free + len(candidates)]
@@ -126,7 +116,7 @@ def _note_passed(
 
 
 def _record(
-    layout: PlanLayout, state: torch.Tensor, counts: torch.Tensor
+    layout: PlanLayout, state: torch.Tensor, counts: torch.Tensor, *, evict: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance the policy by one event; its score and, for equal scores, a second key."""
     policy, now = layout.policy, int(state[Scalar.CLOCK])
@@ -139,32 +129,83 @@ def _record(
         if policy == "lru":
             return last_use.clone(), no_tie
         count = layout.view(state, "count")
-        count[demanded] += ONE_USE if policy == "lfu" else 1
+        count[demanded] += rules.ONE_USE if policy == "lfu" else 1
         if policy == "lfu":
             state[Scalar.USES] += demanded.sum().int()
-            if state[Scalar.USES] >= AGEING_PERIOD_PER_SLOT * layout.capacity:
+            if state[Scalar.USES] >= rules.AGEING_PERIOD_PER_SLOT * layout.capacity:
                 count >>= 1
                 state[Scalar.USES] = 0
             return count.clone(), last_use.clone()
         age = now - last_use
         if policy == "lfru":
             return count.float() / (age + 1).float(), no_tie
-        table = lcp_table()
-        return (count.float() + LCP_UNUSED) * table[age.clamp(max=len(table) - 1)], no_tie
+        table = rules.lcp_table()
+        return (count.float() + rules.LCP_UNUSED) * table[age.clamp(max=len(table) - 1)], no_tie
     if policy == "ewma":
         score = layout.view(state, "score").view(torch.float32)
-        _decay(score, EWMA_DECAY, 1.0, demanded.float())
+        _decay(score, rules.EWMA_DECAY, 1.0, demanded.float())
         return score.clone(), no_tie
+    if policy == "adv":
+        return _record_adv(layout, state, counts, now, evict=evict), no_tie
     fast = layout.view(state, "fast").view(torch.float32)
     slow = layout.view(state, "slow").view(torch.float32)
     use = counts.float().sqrt()
-    _decay(fast, *AUTO_FAST, use)
-    _decay(slow, *AUTO_SLOW, use)
-    return (AUTO_MIX[0] * fast) + (AUTO_MIX[1] * slow), no_tie
+    _decay(fast, *rules.AUTO_FAST, use)
+    _decay(slow, *rules.AUTO_SLOW, use)
+    return (rules.AUTO_MIX[0] * fast) + (rules.AUTO_MIX[1] * slow), no_tie
+
+
+def _record_adv(
+    layout: PlanLayout, state: torch.Tensor, counts: torch.Tensor, now: int, *, evict: bool
+) -> torch.Tensor:
+    """Advance the averages, judge and move the shadows, and mix the chosen one's score."""
+    use, demanded = counts.float().sqrt(), counts > 0
+    averages = []
+    for i, (decay, weight) in enumerate(rules.ADV_AVERAGES):
+        averages.append(layout.view(state, f"average_{i}").view(torch.float32))
+        _decay(averages[-1], decay, weight, use)
+    scores = [
+        (a * averages[fast]) + (b * averages[slow])
+        for (a, b), fast, slow in zip(
+            rules.ADV_MIX, rules.ADV_FAST_ROW, rules.ADV_SLOW_ROW, strict=True
+        )
+    ]
+    parity = now % 2
+    held = [layout.view(state, f"held_{parity}_{j}") > 0 for j in range(rules.NUM_SHADOWS)]
+    worth = state[Scalar.WORTH : Scalar.WORTH + rules.NUM_SHADOWS].view(torch.float32)
+    hits = torch.stack([(h & demanded).sum() for h in held]).float()
+    _decay(worth, rules.ADV_DISCOUNT, 1.0, hits)
+    for j, (shadow, score) in enumerate(zip(held, scores, strict=True)):
+        moved = _move_shadow(layout, shadow, score, demanded, evict=evict)
+        layout.view(state, f"held_{1 - parity}_{j}").copy_(moved)
+    best = int((worth == worth.max()).nonzero()[0])
+    home = worth[rules.ADV_HOME]
+    return scores[best if worth[best] > home * rules.ADV_MARGIN else rules.ADV_HOME]
+
+
+def _move_shadow(
+    layout: PlanLayout,
+    shadow: torch.Tensor,
+    score: torch.Tensor,
+    demanded: torch.Tensor,
+    *,
+    evict: bool,
+) -> torch.Tensor:
+    misses = (demanded & ~shadow).nonzero().flatten()
+    free = layout.capacity - int(shadow.sum())
+    leaving = (shadow & ~demanded).nonzero().flatten()
+    candidates = _ordered(leaving, score, torch.zeros_like(score)) if evict else leaving[:0]
+    admitted = _admit(
+        layout, misses, candidates, free, score, int(demanded.sum()), layout.num_experts
+    )
+    moved = shadow.clone()
+    moved[candidates[: max(0, len(admitted) - free)]] = False
+    moved[admitted] = True
+    return moved
 
 
 def _decay(values: torch.Tensor, decay: float, weight: float, use: torch.Tensor) -> None:
     """Values = (decay * values) + (weight * use), each operation rounded; tiny ones become 0."""
     values.mul_(decay)
     values.add_(use * weight)
-    values[values < SMALLEST] = 0
+    values[values < rules.SMALLEST] = 0

@@ -5,31 +5,53 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hotexperts.policy import adv, lcp
 from hotexperts.policy.ewma import DECAY
 from hotexperts.policy.ewma import SMALLEST as _SMALLEST
-from hotexperts.policy.lcp import TABLE, UNUSED
 from hotexperts.policy.lfu import AGEING_PERIOD_PER_SLOT, ONE_USE
 
 EWMA_DECAY = float(DECAY)
 SMALLEST = float(_SMALLEST)
-LCP_UNUSED = float(UNUSED)
-AUTO_FAST = (float(np.float32(0.8)), float(np.float32(1 - 0.8)))
-AUTO_SLOW = (float(np.float32(0.97)), float(np.float32(1 - 0.97)))
-AUTO_MIX = (float(np.float32(0.4)), float(np.float32(1 - 0.4)))
+LCP_UNUSED = float(lcp.UNUSED)
 
-__all__ = [
-    "AGEING_PERIOD_PER_SLOT",
-    "AUTO_FAST",
-    "AUTO_MIX",
-    "AUTO_SLOW",
-    "EWMA_DECAY",
-    "LCP_UNUSED",
-    "ONE_USE",
-    "SMALLEST",
-    "lcp_table",
-]
+
+def _mix(share: float) -> tuple[float, float]:
+    """A share and its rest, as the policies round them."""
+    return float(np.float32(share)), float(np.float32(1 - share))
+
+
+AUTO_FAST, AUTO_SLOW, AUTO_MIX = _mix(0.8), _mix(0.97), _mix(0.4)
+NUM_SHADOWS = len(adv.SHADOWS)
+ADV_DISCOUNT, ADV_MARGIN, ADV_HOME = float(adv.DISCOUNT), float(adv.MARGIN), adv.HOME
+# Averages in one list: the fast ones, then the slow ones.
+ADV_AVERAGES = tuple(_mix(d) for d in (*adv.FAST_DECAYS, *adv.SLOW_DECAYS))
+ADV_FAST_ROW = tuple(adv.FAST_ROW)
+ADV_SLOW_ROW = tuple(len(adv.FAST_DECAYS) + row for row in adv.SLOW_ROW)
+ADV_MIX = tuple(_mix(a) for a, _, _ in adv.SHADOWS)
 
 
 def lcp_table() -> torch.Tensor:
     """Powers of LCP's nu by age, float32."""
-    return torch.from_numpy(TABLE)
+    return torch.from_numpy(lcp.TABLE)
+
+
+KERNEL_RULES: dict[str, tuple[float, ...]] = {  # what the kernel takes, by position
+    "lru": (0,),
+    "lfu": (ONE_USE, AGEING_PERIOD_PER_SLOT),
+    "lfru": (0,),
+    "lcp": (LCP_UNUSED, len(lcp.TABLE) - 1),
+    "ewma": (EWMA_DECAY, SMALLEST),
+    "auto": (*AUTO_FAST, *AUTO_SLOW, *AUTO_MIX, SMALLEST),
+    "adv": (
+        ADV_DISCOUNT,
+        ADV_MARGIN,
+        SMALLEST,
+        ADV_HOME,
+        *ADV_FAST_ROW,  # from 4
+        *ADV_SLOW_ROW,  # from 11
+        *(a for a, _ in ADV_MIX),  # from 18
+        *(b for _, b in ADV_MIX),  # from 25
+        *(decay for decay, _ in ADV_AVERAGES),  # from 32
+        *(weight for _, weight in ADV_AVERAGES),  # from 39
+    ),
+}

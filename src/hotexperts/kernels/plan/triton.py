@@ -13,40 +13,24 @@ import triton
 import triton.language as tl
 
 from hotexperts.kernels.gather.triton import copy_row
+from hotexperts.kernels.plan.choose import choose
+from hotexperts.kernels.plan.record import (
+    NUM_AVERAGES,
+    NUM_SHADOWS,
+    adv_advance,
+    adv_score,
+    adv_worth,
+    as_key,
+    decay,
+    load_float,
+    record_counts,
+)
 
 CLOCK: tl.constexpr = tl.constexpr(0)
 ARRIVED: tl.constexpr = tl.constexpr(1)
 USES: tl.constexpr = tl.constexpr(2)
+WORTH: tl.constexpr = tl.constexpr(3)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
-LAST_KEY: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-
-
-@triton.jit
-def _decay(values, use, DECAY: tl.constexpr, WEIGHT: tl.constexpr, SMALLEST: tl.constexpr):
-    """(decay * values) + (weight * use), each operation rounded; what is tiny becomes 0."""
-    values = values * DECAY
-    values = values + use * WEIGHT
-    return tl.where(values < SMALLEST, 0.0, values)
-
-
-@triton.jit
-def _ranks(keys_at, keys, counted, o_e, m_e, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many counted experts come before each one, by key and then id.
-
-    Keys go through memory so that the comparison runs in chunks; every program writes the same.
-    """
-    keys = tl.where(counted, keys, LAST_KEY)
-    tl.store(keys_at + o_e, keys, mask=m_e)
-    tl.debug_barrier()
-    ranks = tl.zeros_like(o_e)
-    for begin in range(0, NUM_EXPERTS, CHUNK):
-        o_other = begin + tl.arange(0, CHUNK)
-        others = tl.load(keys_at + o_other, mask=o_other < NUM_EXPERTS, other=LAST_KEY)
-        before = (others[None, :] < keys[:, None]) | (
-            (others[None, :] == keys[:, None]) & (o_other[None, :] < o_e[:, None])
-        )
-        ranks += tl.sum(before.to(tl.int32), axis=1)
-    return ranks
 
 
 @triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict"])
@@ -68,6 +52,8 @@ def plan_gather_kernel(
     POLICY: tl.constexpr,
     RULES: tl.constexpr,
     SCRATCH: tl.constexpr,
+    SHADOW_SCRATCH: tl.constexpr,
+    MAY_BYPASS: tl.constexpr,
     HAS_NUM_VALID: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     ROW_OFFSETS: tl.constexpr,
@@ -79,6 +65,7 @@ def plan_gather_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
+    """One event of one layer: see the module, and `naive.plan` for what it does."""
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     slot_of_at = state + FIRST_FIELD
     expert_of_at = slot_of_at + NUM_EXPERTS
@@ -98,7 +85,7 @@ def plan_gather_kernel(
         o_n = begin + tl.arange(0, BLOCK_N)
         b_ids = tl.load(topk_ids + o_n, mask=o_n < limit, other=-1).to(tl.int32)
         counts += tl.sum((b_ids[None, :] == o_e[:, None]).to(tl.int32), axis=1)
-    demanded = counts > 0
+    demanded = (counts > 0) & m_e
     num_demanded = tl.sum(demanded.to(tl.int32))
     slot_of = tl.load(slot_of_at + o_e, mask=m_e, other=-1)
     resident = slot_of >= 0
@@ -110,46 +97,45 @@ def plan_gather_kernel(
     uses = tl.load(state + USES)
     first = tl.load(policy_at + o_e, mask=m_e, other=0)
     second = first
-    score = tl.zeros([BLOCK_E], tl.float32)
-    if POLICY == "lru":
-        first = tl.where(demanded, now, first)
-        keys = first.to(tl.int64)
-    elif POLICY == "lfu" or POLICY == "lfru" or POLICY == "lcp":
-        first = tl.where(demanded, now, first)  # last use
-        second = tl.load(policy_at + NUM_EXPERTS + o_e, mask=m_e, other=0)  # count
-        if POLICY == "lfu":
-            second += tl.where(demanded, RULES[0], 0)
-            uses += num_demanded
-            halve = uses >= RULES[1] * CAPACITY
-            second = tl.where(halve, second >> 1, second)
-            uses = tl.where(halve, 0, uses)
-            # Last use may be -1: shifted by one it stays in the low half.
-            keys = (second.to(tl.int64) << 32) + (first + 1).to(tl.int64)
-        else:
-            second += demanded.to(tl.int32)
-            age = now - first
-            if POLICY == "lfru":
-                score = tl.div_rn(second.to(tl.float32), (age + 1).to(tl.float32))
-            else:
-                power = tl.load(powers + tl.minimum(age, RULES[1]), mask=m_e, other=0.0)
-                score = (second.to(tl.float32) + RULES[0]) * power
-            keys = score.to(tl.int32, bitcast=True).to(tl.int64)
-    elif POLICY == "ewma":
-        score = first.to(tl.float32, bitcast=True)
-        score = _decay(score, demanded.to(tl.float32), RULES[0], 1.0, RULES[1])
+    if POLICY == "ewma":
+        score = decay(
+            load_float(policy_at, o_e, m_e), demanded.to(tl.float32), RULES[0], 1.0, RULES[1]
+        )
         first = score.to(tl.int32, bitcast=True)
-        keys = first.to(tl.int64)
-    else:
-        tl.static_assert(POLICY == "auto")
-        second = tl.load(policy_at + NUM_EXPERTS + o_e, mask=m_e, other=0)
+        keys = as_key(score)
+    elif POLICY == "auto":
         use = tl.sqrt_rn(counts.to(tl.float32))
-        fast = _decay(first.to(tl.float32, bitcast=True), use, RULES[0], RULES[1], RULES[6])
-        slow = _decay(second.to(tl.float32, bitcast=True), use, RULES[2], RULES[3], RULES[6])
+        fast = decay(load_float(policy_at, o_e, m_e), use, RULES[0], RULES[1], RULES[6])
+        slow = load_float(policy_at + NUM_EXPERTS, o_e, m_e)
+        slow = decay(slow, use, RULES[2], RULES[3], RULES[6])
         score = fast * RULES[4]
         score = score + slow * RULES[5]
         first = fast.to(tl.int32, bitcast=True)
         second = slow.to(tl.int32, bitcast=True)
-        keys = score.to(tl.int32, bitcast=True).to(tl.int64)
+        keys = as_key(score)
+    elif POLICY == "adv":
+        held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_SHADOWS) * NUM_EXPERTS
+        worth, index = adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES)
+        keys = as_key(adv_score(policy_at, counts, index, o_e, m_e, NUM_EXPERTS, RULES))
+        # Each of the first programs also plays one shadow; it reads now and moves it later.
+        shadow_keys = as_key(adv_score(policy_at, counts, i_program, o_e, m_e, NUM_EXPERTS, RULES))
+        m_shadow = m_e & (i_program < NUM_SHADOWS)
+        shadow = tl.load(held_at + i_program * NUM_EXPERTS + o_e, mask=m_shadow, other=0) > 0
+    else:
+        first, second, uses, keys = record_counts(
+            policy_at,
+            powers,
+            demanded,
+            num_demanded,
+            now,
+            uses,
+            o_e,
+            m_e,
+            NUM_EXPERTS,
+            CAPACITY,
+            POLICY,
+            RULES,
+        )
 
     # Who enters, and where: free slots first, then the victims'.
     new_slot_of = slot_of
@@ -159,9 +145,7 @@ def plan_gather_kernel(
     num_victims = 0
     place = o_e
     # Programs are at different points: each area below holds one thing for the whole launch.
-    keys_at = (state + SCRATCH).to(tl.pointer_type(tl.int64))
-    best_at = keys_at + NUM_EXPERTS
-    rivals_at = best_at + NUM_EXPERTS
+    scratch = (state + SCRATCH).to(tl.pointer_type(tl.int64))
     map_at = state + SCRATCH + 6 * NUM_EXPERTS
     target_at = map_at + NUM_EXPERTS
     if num_missed > 0:
@@ -169,26 +153,21 @@ def plan_gather_kernel(
         is_free = (expert_of < 0) & m_c
         num_free = tl.sum(is_free.to(tl.int32))
         may_leave = resident & (demanded == 0) & (evict != 0)
-        ranks = _ranks(keys_at, keys, may_leave, o_e, m_e, NUM_EXPERTS, 32)
-        num_pairs = tl.minimum(tl.sum(may_leave.to(tl.int32)), tl.maximum(num_missed - num_free, 0))
-        if POLICY == "auto":
-            # Ascending by the negated score: the best miss first.
-            best = _ranks(best_at, -keys, missed, o_e, m_e, NUM_EXPERTS, 32)
-            if 10 * num_demanded > 6 * CAPACITY:
-                tl.store(rivals_at + ranks, keys, mask=may_leave)
-                tl.debug_barrier()
-                opponent = best - num_free
-                fights = missed & (opponent >= 0) & (opponent < num_pairs)
-                rival = tl.load(rivals_at + opponent, mask=fights, other=LAST_KEY)
-                wins = tl.sum((fights & (keys > rival)).to(tl.int32))
-                num_pairs = tl.maximum(wins, num_pairs - max_bypassed)
-            admitted = missed & (best < num_free + num_pairs)
+        admitted, ranks, num_admitted, num_victims = choose(
+            scratch,
+            keys,
+            missed,
+            may_leave,
+            num_free,
+            num_demanded,
+            max_bypassed,
+            o_e,
+            m_e,
+            NUM_EXPERTS,
+            CAPACITY,
+            MAY_BYPASS,
+        )
         place = tl.cumsum(admitted.to(tl.int32), 0) - 1
-        if POLICY != "auto":
-            place = tl.cumsum(missed.to(tl.int32), 0) - 1
-            admitted = missed & (place < num_free + num_pairs)
-        num_admitted = tl.sum(admitted.to(tl.int32))
-        num_victims = tl.maximum(num_admitted - num_free, 0)
         leaves = may_leave & (ranks < num_victims)
         free_place = tl.cumsum(is_free.to(tl.int32), 0) - 1
         tl.store(target_at + free_place, o_c, mask=is_free)
@@ -207,17 +186,24 @@ def plan_gather_kernel(
     for begin in range(i_program * BLOCK_N, num_ids, num_programs * BLOCK_N):
         o_n = begin + tl.arange(0, BLOCK_N)
         b_ids = tl.load(topk_ids + o_n, mask=o_n < limit, other=-1)
-        b_slots = tl.load(map_at + b_ids, mask=b_ids >= 0, other=-1)
+        is_expert = (b_ids >= 0) & (b_ids < NUM_EXPERTS)
+        b_slots = tl.load(map_at + b_ids, mask=is_expert, other=-1)
         tl.store(remapped + o_n, b_slots.to(b_ids.dtype), mask=o_n < num_ids)
 
     if is_last:
         tl.store(state + CLOCK, now + 1)
         tl.store(state + ARRIVED, 0)
-        tl.store(policy_at + o_e, first, mask=m_e)
-        if POLICY == "lfu":
-            tl.store(state + USES, uses)
-        if POLICY != "lru" and POLICY != "ewma":
-            tl.store(policy_at + NUM_EXPERTS + o_e, second, mask=m_e)
+        if POLICY == "adv":
+            o_j = tl.arange(0, 8)
+            bits = worth.to(tl.int32, bitcast=True)
+            tl.store(state + WORTH + o_j, bits, mask=o_j < NUM_SHADOWS)
+            adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS, RULES)
+        else:
+            tl.store(policy_at + o_e, first, mask=m_e)
+            if POLICY == "lfu":
+                tl.store(state + USES, uses)
+            if POLICY != "lru" and POLICY != "ewma":
+                tl.store(policy_at + NUM_EXPERTS + o_e, second, mask=m_e)
         bypassed = missed & (admitted == 0)
         passed = tl.where(bypassed, tl.cumsum(bypassed.to(tl.int32), 0) - 1, -1)
         tl.store(passed_at + o_e, passed, mask=m_e)
@@ -253,3 +239,29 @@ def plan_gather_kernel(
             NUM_TENSORS,
             BLOCK_WORDS,
         )
+
+    # The shadows move off the critical path, into the half of the state that nobody reads now.
+    if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+        if i_program < NUM_SHADOWS:
+            lacking = demanded & (shadow == 0)
+            may_go = shadow & (demanded == 0) & (evict != 0)
+            free = CAPACITY - tl.sum(shadow.to(tl.int32))
+            own = (state + SHADOW_SCRATCH).to(tl.pointer_type(tl.int64))
+            enter, places, _, num_go = choose(
+                own + i_program * 3 * NUM_EXPERTS,
+                shadow_keys,
+                lacking,
+                may_go,
+                free,
+                num_demanded,
+                NUM_EXPERTS,
+                o_e,
+                m_e,
+                NUM_EXPERTS,
+                CAPACITY,
+                MAY_BYPASS,
+            )
+            stays = (shadow & ((may_go & (places < num_go)) == 0)) | enter
+            other_half = (NUM_AVERAGES + ((now + 1) & 1) * NUM_SHADOWS) * NUM_EXPERTS
+            to = policy_at + other_half + i_program * NUM_EXPERTS
+            tl.store(to + o_e, stays.to(tl.int32), mask=m_e)
