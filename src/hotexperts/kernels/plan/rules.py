@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hotexperts.policy import adv, lcp
+from hotexperts.policy import adv, lcp, lfu
 from hotexperts.policy.ewma import DECAY
 from hotexperts.policy.ewma import SMALLEST as _SMALLEST
-from hotexperts.policy.lfu import AGEING_PERIOD_PER_SLOT, ONE_USE
 
+ONE_USE, AGEING_PERIOD_PER_SLOT = lfu.ONE_USE, lfu.AGEING_PERIOD_PER_SLOT
 EWMA_DECAY = float(DECAY)
 SMALLEST = float(_SMALLEST)
 LCP_UNUSED = float(lcp.UNUSED)

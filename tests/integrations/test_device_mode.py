@@ -1,0 +1,99 @@
+"""A Transformers model whose cache the device manages: the same tokens as managed by the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotexperts.transformers as hot
+from hotexperts.errors import ConfigError
+from integrations import zoo
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.transformers, pytest.mark.interpret]
+DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("olmoe", tmp_path_factory.mktemp("olmoe"))
+
+
+def load(path: Path, size: int, mode: str, **options: Any) -> Any:
+    return hot.load(path, expert_cache_size=size, cache_mode=mode, device=DEVICE, **options)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, "lru"), (3, "adv"), (8, "lfu")])
+def test_device_equals_host(size: int, policy: str, checkpoint: Path) -> None:
+    """Prefill, decode and counters; one slot streams every second expert."""
+    prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
+    found = {}
+    for mode in ("host", "device"):
+        model = load(checkpoint, size, mode, policy=policy, experts_algorithm="batched_mm")
+        with torch.no_grad():
+            logits = model(zoo.sample_ids().to(DEVICE)).logits
+        tokens = model.generate(prompt, max_new_tokens=3, do_sample=False)
+        found[mode] = logits, tokens, model.expert_cache
+    assert torch.equal(found["device"][0], found["host"][0])
+    assert torch.equal(found["device"][1], found["host"][1])
+    assert found["device"][2].mode == "device"
+    assert found["device"][2].stats.misses > 0
+
+
+def test_a_mode_that_cannot_work_is_refused_before_loading(checkpoint: Path) -> None:
+    for options, message in (
+        ({"cache_mode": "gpu"}, "use 'host' or 'device'"),
+        ({"cache_mode": "device", "expert_store": "file"}, "use expert_store 'ram'"),
+        ({"cache_mode": "device", "policy": "slru"}, "policy 'slru' has no kernel"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hot.load(checkpoint, expert_cache_size=2, device="cpu", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lru", "adv"])
+def test_a_captured_decode_step_equals_the_eager_one(policy: str, checkpoint: Path) -> None:
+    """One CUDA graph for the whole forward, replayed with a static KV cache."""
+    from transformers import StaticCache
+
+    options = {"policy": policy, "experts_algorithm": "batched_mm"}
+    model, eager = (load(checkpoint, 3, "device", **options) for _ in range(2))
+    prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
+
+    def start(of: Any, kv: Any) -> torch.Tensor:
+        return of(prompt, past_key_values=kv).logits[:, -1:].argmax(-1)
+
+    with torch.no_grad():
+        kv = StaticCache(config=model.config, max_cache_len=32)
+        token = start(model, kv)
+        first = token.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # warm-up, as every capture needs
+            model(token, past_key_values=kv)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            token.copy_(model(token, past_key_values=kv).logits[:, -1:].argmax(-1))
+        for layer in kv.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+            layer.cumulative_length.zero_()
+        model.expert_cache.reset()
+        token.copy_(start(model, kv))
+        assert torch.equal(token, first)
+        found = []
+        for _ in range(16):
+            graph.replay()
+            found.append(int(token))
+        kv = StaticCache(config=eager.config, max_cache_len=32)
+        token, expected = start(eager, kv), []
+        for _ in range(16):
+            token = eager(token, past_key_values=kv).logits[:, -1:].argmax(-1)
+            expected.append(int(token))
+    assert found == expected
+    assert model.expert_cache.stats == eager.expert_cache.stats
