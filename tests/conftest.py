@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-
-settings.register_profile("ci", derandomize=True, deadline=None)
-settings.load_profile("ci")
-
-
-# Modules that import Transformers at their top cannot be collected without it.
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["integrations/*.py"]
 
 
 def _has_cuda() -> bool:
@@ -21,6 +16,18 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# Before Triton is imported: without a GPU its kernels run under the interpreter.
+if not _has_cuda():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+# Modules that import Transformers at their top cannot be collected without it.
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["integrations/*.py"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,3 +39,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Where the slots live: the CPU stands in for a GPU everywhere, and CUDA runs where it is."""
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: models as small as the tests' only wait for more of them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

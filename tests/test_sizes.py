@@ -17,7 +17,13 @@ LAYERS = [LayerShape(num_experts=16, top_k=4, row_nbytes=1000)] * 3
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("6GiB", 6 * 2**30), ("512 MB", 512 * 10**6), ("1.5gb", 1_500_000_000), (" 7 B ", 7)],
+    [
+        ("6GiB", 6 * 2**30),
+        ("512 MB", 512 * 10**6),
+        ("1.5gb", 1_500_000_000),
+        (" 7 B ", 7),
+        ("9007199254740993B", 9007199254740993),  # 2**53 + 1, which no float is
+    ],
 )
 def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
@@ -41,6 +47,11 @@ def test_a_number_is_a_number_of_slots(value: int | str) -> None:
         ("0.1B", "less than a byte"),
         (1.5, "give a number of slots"),
         (True, "give a number of slots"),
+        ("9" * 400 + "GiB", "'99999999999999999999...' has 403 characters"),
+        ("9" * 5000, "has 5000 characters"),
+        ("9" * 30 + "GiB", "more than any machine has"),
+        ("9" * 30, "beyond any model"),
+        pytest.param(10**5000, "beyond any model", id="5000 digits"),
     ],
 )
 def test_a_size_that_means_nothing_is_refused(value: object, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Generic, TypeVar
 
 from hotexperts.errors import ConfigError, UnknownNameError
@@ -43,8 +44,10 @@ class Registry(Generic[T]):
 
         Raises:
             UnknownNameError: no such name, module or class; the message lists the names.
-            ConfigError: the class does not extend the base.
+            ConfigError: not a name, or the class does not extend the base or leaves methods out.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"{self._kind} is {name!r}: give a name, such as {self.names()[0]!r}")
         target = self._entries.get(name, name if ":" in name else None)
         if target is None:
             raise UnknownNameError(
@@ -54,11 +57,14 @@ class Registry(Generic[T]):
         module_name, _, class_name = target.partition(":")
         try:
             found = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # the module is the user's, and may raise anything
             raise UnknownNameError(
-                f"cannot load {self._kind} {name!r}: {error}; the known ones are "
-                f"{', '.join(self.names())}"
+                f"cannot load {self._kind} {name!r}: {type(error).__name__}: {error}; the known "
+                f"ones are {', '.join(self.names())}"
             ) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise ConfigError(f"{name!r} is not a {self._base.__name__}: it must extend it")
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            raise ConfigError(f"{self._kind} {name!r} is abstract: it must define {missing}")
         return found

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One layer call, as a policy sees it.
+
+    Attributes:
+        demand: the distinct experts that it needs, ascending.
+        counts: tokens routed to each of them, same order, at least 1.
+        resident: experts that hold a slot when it starts.
+        evict: False where free slots only are taken (prefill); a shadow cache must know it,
+            plain scores need not.
+    """
+
+    demand: Sequence[int]
+    counts: Sequence[int]
+    resident: Collection[int]
+    evict: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,20 +55,6 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_folder(saved_model: Path, tmp_path: Path) -> Path:
     """A copy that the test may damage."""
     return Path(shutil.copytree(saved_model, tmp_path / "model"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they bring at this size."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def save_tokenizer(folder: Path, *, chat_template: str | None = None) -> None:

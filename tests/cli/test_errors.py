@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from cli.conftest import Cli, Result
-from hotexperts.cli import options
+from hotexperts import demo
 from hotexperts.errors import CheckpointError
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 CPU = ("--device", "cpu", "--max-new-tokens", 4)
 
@@ -46,8 +46,17 @@ def assert_one_line(result: Result, message: str) -> None:
         (["--prompt", "x", "--device", "tpu9"], "device 'tpu9'"),
         (["--prompt", "x", "--chat"], "has no chat template"),
         (["--prompt", "x", "--context", "4"], "more than the context of 4"),
+        (["--prompt", "x", "--context", "129"], "the model has 128 positions: give at most 128"),
+        (["--prompt", "x", "--max-new-tokens", "128"], "more than the context of 128"),
+        (["--prompt", "x", "--expert-cache-gib", "1e300"], "more than any GPU has"),
+        (["--prompt", "x", "--expert-cache-size", "9" * 5000], "has 5000 characters"),
+        (["--prompt", "x", "--seed", str(2**64)], "--seed does not fit 64 bits"),
+        (["--prompt", "x", "--temperature", "1e-30"], "give 0 for the likeliest token, or at"),
+        (["--prompt", "x", "--temperature", "inf"], "give 0 for the likeliest token, or at"),
+        (["--prompt", "caf\udce9"], "--prompt is not valid UTF-8 (character 3)"),
+        (["--prompt", "x", "--policy", "hotexperts.policy.base:Policy"], "is abstract"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: ascii(" ".join(value))[:60] if isinstance(value, list) else "",
 )
 def test_bad_options_of_run(argv: list[str], message: str, saved_model: Path, cli: Cli) -> None:
     assert_one_line(cli("run", saved_model, *CPU[2:], *argv), message)
@@ -61,8 +70,9 @@ def test_bad_options_of_run(argv: list[str], message: str, saved_model: Path, cl
         (["--expert-cache-size", "2,9"], "9, but a layer has only 8 experts"),
         (["--policy", "belady"], "unknown policy 'belady'"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "caf\udce9"], "--prompt is not valid UTF-8 (character 3)"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else "",
 )
 def test_bad_options_of_verify(argv: list[str], message: str, saved_model: Path, cli: Cli) -> None:
     assert_one_line(cli("verify", saved_model, "--device", "cpu", *argv), message)
@@ -114,7 +124,7 @@ def test_a_model_without_tokenizer(model_folder: Path, cli: Cli) -> None:
 
 
 def test_no_model_and_none_in_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "DEMO_MODEL", "no_such_folder")
+    monkeypatch.setattr(demo, "FOLDER", Path("no_such_folder"))
     assert_one_line(cli("run", "--prompt", "x"), "give a folder or a hub id")
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-import subprocess
 import sys
 from typing import Any
 
@@ -11,22 +10,24 @@ import hotexperts
 from cli.conftest import Cli
 from hotexperts.cli.main import main
 
-HEAVY = ("torch", "transformers", "safetensors", "accelerate")
-IN_A_FRESH_PROCESS = f"""
-import sys
-from hotexperts.cli.main import main
-for argv in (["--help"], ["run", "--help"], ["verify", "--help"], ["--version"]):
-    assert main(argv) == 0
-print([name for name in {HEAVY} if name in sys.modules])
-"""
 
-
-def test_help_imports_nothing_heavy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "--expert-cache-size" in done.stdout
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            "run",
+            ["--expert-cache-size", "default: (auto)", "default: (where the tokenizer has one)"],
+        ),
+        ("verify", ["--tolerance", "default: (1, a quarter, half and all of the experts)"]),
+    ],
+)
+def test_help_shows_options_and_defaults(
+    command: str, shown: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
+    result = cli(command, "--help")
+    assert result.status == 0
+    assert [part for part in shown if part not in result.out] == []
 
 
 def test_version(cli: Cli) -> None:

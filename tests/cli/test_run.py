@@ -14,7 +14,7 @@ from hotexperts.cli.generate import Session
 from hotexperts.cli.text import TextPieces
 from integrations import zoo
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = "def read(path):"
 NUM_NEW = 12

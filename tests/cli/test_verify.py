@@ -11,7 +11,7 @@ from hotexperts.cache import FileStore
 from hotexperts.cli.compare import Step, _difference, _first_difference, _same_bits
 from integrations import zoo
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 CPU = ("--device", "cpu", "--tokens", 4)
 
@@ -33,6 +33,27 @@ def test_a_sound_cache_is_identical_at_every_size(
         assert row["num_equal_tokens"] == 4
     misses = [row["stats"]["misses"] for row in data["capacities"]]
     assert misses == sorted(misses, reverse=True)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_verify_every_family(family: str, tmp_path: Path, cli: Cli) -> None:
+    if cause := zoo.known_exception(family):
+        pytest.skip(cause)
+    folder = zoo.save_checkpoint(family, tmp_path)
+    options = ("--expert-cache-size", "1,8", "--device", "cpu", "--tokens", 2, "--json")
+    result = cli("verify", folder, *options)
+    assert result.status == 0
+    assert [row["capacity"] for row in result.json["capacities"]] == [1, 8]
+    assert [row["first_difference"] for row in result.json["capacities"]] == [None, None]
+    assert all(row["stats"]["misses"] for row in result.json["capacities"])
+
+
+def test_verify_the_model_inside(cli: Cli) -> None:
+    options = ("--expert-cache-size", "1,8", "--device", "cpu", "--tokens", 2)
+    result = cli("verify", *options)
+    assert result.status == 0
+    assert result.out.startswith("the demonstration model: cached against resident")
+    assert result.out.count("identical") == 2
 
 
 def test_the_default_sizes_and_the_table(saved_model: Path, cli: Cli) -> None:

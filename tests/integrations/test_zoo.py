@@ -9,19 +9,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from integrations import zoo
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 # The least change of the logits, relative to the largest, that a wrong expert tensor must cause.
 VISIBLE = 8 * torch.finfo(torch.bfloat16).eps
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keeps torch to one thread: matrices this small run many times slower on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=zoo.FAMILIES)

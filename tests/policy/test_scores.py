@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,42 +10,8 @@ import pytest
 
 from hotexperts.policy import POLICIES
 from hotexperts.policy.adv import HOME, SHADOWS
-from hotexperts.residency import Residency
-from hotexperts.types import Decision
-
-
-class Replay:
-    """One layer under a policy; experts are letters, a letter twice is two tokens, - is nobody."""
-
-    def __init__(self, policy: str, capacity: int, num_experts: int = 8, **options: float) -> None:
-        self.policy: Any = POLICIES.load(policy)(num_experts, capacity, **options)
-        self.ledger = Residency(num_experts, capacity)
-
-    def decide(self, letters: str, **options: Any) -> Decision:
-        demand = sorted({ord(letter) - ord("A") for letter in letters if letter != "-"})
-        counts = [letters.count(chr(expert + ord("A"))) for expert in demand]
-        decision = self.policy.decide(
-            demand, counts, self.ledger.residents, self.ledger.num_free, **options
-        )
-        self.ledger.apply(decision)
-        return decision
-
-    def call(self, letters: str, **options: Any) -> str:
-        """In, out and past: `+` admitted, `-` victims in order, `~` bypassed."""
-        found = self.decide(letters, **options)
-        parts = zip("+-~", (found.admitted, found.victims, found.bypassed), strict=True)
-        return " ".join(sign + spell(experts) for sign, experts in parts if experts)
-
-    def calls(self, words: str) -> str:
-        """The victims of each call."""
-        return " ".join(spell(self.decide(word).victims) or "." for word in words.split())
-
-    def score(self, letter: str) -> float:
-        return float(self.policy.eviction_key(ord(letter) - ord("A")))
-
-
-def spell(experts: Sequence[int]) -> str:
-    return "".join(chr(expert + ord("A")) for expert in experts)
+from hotexperts.types import Event
+from policy.replay import Replay
 
 
 def test_lfru_divides_uses_by_age() -> None:
@@ -100,9 +65,9 @@ def test_ewma_adds_uses_and_decays() -> None:
 def test_what_is_long_forgotten_is_zero_and_never_denormal(name: str) -> None:
     policy: Any = POLICIES.load(name)(3, 2)
     tiny = np.finfo(np.float32).tiny
-    policy.record([0], [1], ())
+    policy.record(Event([0], [1], (), evict=True))
     for _ in range(8000):
-        policy.record([1], [1], (1,))
+        policy.record(Event([1], [1], (1,), evict=True))
         values = [policy.score] if name == "ewma" else [policy.fast.rows, policy.slow.rows]
         assert all(((value == 0) | (value >= tiny)).all() for value in values)
     assert policy.eviction_key(0) == 0.0

@@ -15,7 +15,7 @@ from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
 from hotexperts.errors import ConfigError
-from hotexperts.integrations.transformers.api import read_config
+from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.stats import CacheStats
 from hotexperts.transformers import load
@@ -228,7 +228,7 @@ def _cached(wanted: Comparison, size: str, **more: Any) -> Any:
 def _resident(wanted: Comparison, device: str) -> Any:
     """The model as Transformers alone loads it."""
     with loading("loading the resident model"):
-        config = read_config(wanted.path, {"trust_remote_code": wanted.trust_remote_code})
+        config, _ = read_config(wanted.path, {"trust_remote_code": wanted.trust_remote_code})
         return AutoModelForCausalLM.from_pretrained(
             wanted.path,
             config=config,

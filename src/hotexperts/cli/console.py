@@ -39,7 +39,8 @@ def errors_as_one_line(debug: bool) -> Iterator[None]:
 
 def show_error(message: object) -> None:
     """One line on stderr."""
-    typer.echo("error: " + " ".join(str(message).split()), err=True)
+    line = "error: " + " ".join(str(message).split())
+    typer.echo(line.encode(errors="backslashreplace").decode(), err=True)
 
 
 def _message(error: Exception) -> str | None:

@@ -13,6 +13,7 @@ from hotexperts.cli.console import quiet_libraries
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import TextPieces
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.stats import CacheStats, total
 
 
@@ -31,6 +32,30 @@ class Sampling:
     temperature: float
     chat: bool | None
     context: int
+
+
+def context_length(path: str, wanted: int | None, default: int, *, trust_remote_code: bool) -> int:
+    """Tokens of prompt and answer together that the model can take.
+
+    Args:
+        path: the model's.
+        wanted: by the user; None takes the default, or less where the model has fewer positions.
+        default: for None.
+        trust_remote_code: run Python code of the checkpoint.
+
+    Raises:
+        ConfigError: more is wanted than the model has positions.
+    """
+    with quiet_libraries():
+        config, _ = read_config(path, {"trust_remote_code": trust_remote_code})
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:  # a model without such a limit
+        return wanted or default
+    if wanted is not None and wanted > positions:
+        raise ConfigError(
+            f"--context is {wanted}, the model has {positions} positions: give at most {positions}"
+        )
+    return wanted or min(default, positions)
 
 
 class Session:
@@ -121,7 +146,8 @@ class Session:
         if num_prompt_tokens + new > context:
             raise ConfigError(
                 f"{num_prompt_tokens} tokens of prompt and {new} new ones are more than the "
-                f"context of {context}: raise --context, or lower --max-new-tokens"
+                f"context of {context}: raise --context as far as the model goes, or lower "
+                "--max-new-tokens"
             )
 
     def _generate_options(self) -> dict[str, Any]:

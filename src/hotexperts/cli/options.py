@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hotexperts import demo
 from hotexperts.config import AUTO
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.policy import POLICIES
 
-DEMO_MODEL = "demo_model"
+_MOST_GIB = 2**20
 
 
 class Store(str, Enum):
@@ -36,9 +36,8 @@ class Dtype(str, Enum):
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder with a safetensors checkpoint, or a hub id; the demonstration model that "
-        "comes with the package where left out.",
-        show_default=False,
+        help="Folder with a safetensors checkpoint, or a hub id.",
+        show_default="the demonstration model inside the package",
     ),
 ]
 Policy = Annotated[
@@ -51,14 +50,18 @@ Policy = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cuda, cuda:N or cpu; CUDA where there is one.", metavar="NAME", show_default=False
+        help="cuda, cuda:N or cpu.", metavar="NAME", show_default="cuda where there is one"
     ),
 ]
 ExpertStore = Annotated[
     Store,
-    typer.Option(help="Copy all experts into host memory, or leave them in the checkpoint file."),
+    typer.Option(
+        help="Copy experts into host memory (ram), or leave them in the checkpoint (file)."
+    ),
 ]
-WeightsDtype = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
+WeightsDtype = Annotated[
+    Dtype, typer.Option("--dtype", help="Dtype of the weights; auto is the checkpoint's.")
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint."),
@@ -71,6 +74,11 @@ NoHostMemoryCheck = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def model_label(path: str) -> str:
+    """How reports name the model: its path or id, or that it is the one inside the package."""
+    return "the demonstration model" if path == str(demo.FOLDER) else path
 
 
 def model_path(model: str | None) -> str:
@@ -86,13 +94,22 @@ def model_path(model: str | None) -> str:
         if model.startswith((".", "/", "~")) and not path.is_dir():
             raise CheckpointError(f"{model}: no such folder")
         return model
-    folder = Path(str(resources.files("hotexperts"))) / DEMO_MODEL
-    if not folder.is_dir():
-        raise CheckpointError(
-            "no MODEL given, and this installation has no demonstration model: give a folder "
-            "or a hub id"
-        )
-    return str(folder)
+    return str(demo.demo_model_path())
+
+
+def check_text(text: str, where: str) -> str:
+    """The text, if it is text.
+
+    Raises:
+        ConfigError: bytes that are not UTF-8, which Python keeps as half characters.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} is not valid UTF-8 (character {error.start}): give it in that encoding"
+        ) from error
+    return text
 
 
 def cache_size(size: str | None, gib: float | None) -> str:
@@ -107,4 +124,6 @@ def cache_size(size: str | None, gib: float | None) -> str:
         raise ConfigError("give --expert-cache-size or --expert-cache-gib, not both")
     if not math.isfinite(gib) or gib <= 0:
         raise ConfigError(f"--expert-cache-gib is {gib:g}: give more than 0, for example 6")
+    if gib > _MOST_GIB:
+        raise ConfigError(f"--expert-cache-gib is {gib:g}, more than any GPU has: give less")
     return f"{max(1, int(gib * 2**30))}B"

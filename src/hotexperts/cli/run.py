@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,16 +16,18 @@ from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
-    from hotexperts.cli.generate import Sampling, Session
+    from hotexperts.cli.generate import Session
 
 _LEAVE = ("exit", "quit")
+_CONTEXT = 4096
+_LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 
 
 def run(
     model: options.Model = None,
     prompt: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What to continue; '-' reads stdin.", show_default=False),
+        typer.Option(metavar="TEXT", help="Text to continue; '-' reads stdin.", show_default=False),
     ] = None,
     interactive: Annotated[
         bool,
@@ -38,40 +41,42 @@ def run(
         str | None,
         typer.Option(
             metavar="N|auto|SIZE",
-            help="Slots a layer; 'auto' fills the free memory; a size such as 6GiB is a budget "
-            "for the whole model.  [default: auto]",
-            show_default=False,
+            help="Slots a layer; 'auto' takes what the free memory holds; a size such as 6GiB is "
+            "the budget of the whole model.",
+            show_default="auto",
         ),
     ] = None,
     expert_cache_gib: Annotated[
         float | None,
         typer.Option(
             metavar="G",
-            help="GPU budget in GiB for the whole model (the same as --expert-cache-size GGiB).",
+            help="Budget of the whole model in GiB: the same as --expert-cache-size GGiB.",
             show_default=False,
         ),
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the random numbers, with a temperature.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws, with a temperature.")] = 0,
     context: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=1, help="Tokens of prompt and answer together; a budget leaves room for them."
+            min=1,
+            help="Tokens of prompt and answer together; a budget leaves room for them.",
+            show_default="4096, or as many as the model has positions",
         ),
-    ] = 4096,
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Apply the chat template; where the tokenizer has one by default.",
-            show_default=False,
+            help="Apply the chat template.",
+            show_default="where the tokenizer has one",
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -88,13 +93,14 @@ def run(
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         _check(prompt, interactive, as_json, size, policy)
+        _check_draws(temperature, seed)
         path = options.model_path(model)
-
-        from hotexperts.cli.generate import Sampling
-
         session = _open(
             path,
-            Sampling(max_new_tokens, temperature, chat, context),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            chat=chat,
+            context=context,
             seed=seed,
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
@@ -102,13 +108,12 @@ def run(
             expert_store=expert_store.value,
             device=device,
             dtype=dtype.value,
-            kv_tokens=context,
             check_host_memory=not no_host_memory_check,
         )
         if interactive:
             _loop(session)
         else:
-            _once(session, sys.stdin.read() if prompt == "-" else prompt or "", as_json)
+            _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
 
 
 def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, policy: str) -> None:
@@ -117,30 +122,56 @@ def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, poli
         raise ConfigError("give one of --prompt TEXT and --interactive")
     if interactive and as_json:
         raise ConfigError("--json prints one object: use it with --prompt")
+    options.check_text(prompt or "", "--prompt")
     parse_cache_size(size)
     POLICIES.load(policy)
 
 
+def _check_draws(temperature: float, seed: int) -> None:
+    if not math.isfinite(temperature) or 0 < temperature < _LOWEST_TEMPERATURE:
+        raise ConfigError(
+            f"--temperature is {temperature:g}: give 0 for the likeliest token, or at least "
+            f"{_LOWEST_TEMPERATURE:g}"
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError("--seed does not fit 64 bits: give a smaller one")
+
+
+def _read_stdin() -> str:
+    try:
+        return options.check_text(sys.stdin.read(), "the text on stdin")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text on stdin is not valid {error.encoding}") from error
+
+
 def _open(
     path: str,
-    sampling: Sampling,
     *,
+    max_new_tokens: int,
+    temperature: float,
+    chat: bool | None,
+    context: int | None,
     seed: int,
     trust_remote_code: bool,
     **load_options: Any,
 ) -> Session:
     import torch
 
-    from hotexperts.cli.generate import Session
+    from hotexperts.cli.generate import Sampling, Session, context_length
     from hotexperts.cli.text import load_tokenizer
     from hotexperts.transformers import load
 
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    length = context_length(path, context, _CONTEXT, trust_remote_code=trust_remote_code)
+    load_options |= {"kv_tokens": length, "trust_remote_code": trust_remote_code}
     start = time.perf_counter()
     with console.loading("loading experts") as progress:
-        model = load(path, trust_remote_code=trust_remote_code, progress=progress, **load_options)
+        model = load(path, progress=progress, **load_options)
     torch.manual_seed(seed)
-    return Session(path, time.perf_counter() - start, model, tokenizer, sampling)
+    sampling = Sampling(max_new_tokens, temperature, chat, length)
+    return Session(
+        options.model_label(path), time.perf_counter() - start, model, tokenizer, sampling
+    )
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:
@@ -158,7 +189,7 @@ def _loop(session: Session) -> None:
     terminal = Console(stderr=True)
     while True:
         try:
-            prompt = terminal.input("> ")
+            prompt = options.check_text(terminal.input("> "), "the prompt")
             if prompt.strip() in _LEAVE:
                 return
             if prompt.strip():

@@ -26,22 +26,19 @@ def verify(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Slots a layer, or sizes, separated by commas.  "
-            "[default: 1, a quarter, half and all of the experts]",
-            show_default=False,
+            help="Slots a layer, or budgets such as 6GiB, separated by commas.",
+            show_default="1, a quarter, half and all of the experts",
         ),
     ] = None,
     device: options.Device = None,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     algorithm: Annotated[
-        Algorithm, typer.Option(help="Transformers' implementation that multiplies.")
+        Algorithm, typer.Option(help="Transformers' implementation that multiplies, on both sides.")
     ] = Algorithm.EAGER,
     tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to generate.")] = 16,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="Text before them; random ids where left out.", show_default=False
-        ),
+        typer.Option(metavar="TEXT", help="Text before them.", show_default="32 random ids"),
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
@@ -72,6 +69,7 @@ def verify(
         for size in sizes if expert_cache_size is None else sizes or [expert_cache_size]:
             parse_cache_size(size)
         POLICIES.load(policy)
+        options.check_text(prompt or "", "--prompt")
         path = options.model_path(model)
 
         from hotexperts.cli.compare import Comparison, verify_model

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from hotexperts.policy.auto import AUTO, Averages, winners
 from hotexperts.policy.ewma import SMALLEST
+from hotexperts.types import Event
 
 FAST_DECAYS = (0.5, 0.8)
 SLOW_DECAYS = (0.9, 0.95, 0.97, 0.985, 0.99)
@@ -45,9 +44,6 @@ class ADV(AUTO):
 
     name = "adv"
 
-    def __init__(self, num_experts: int, capacity: int) -> None:
-        super().__init__(num_experts, capacity)
-
     def reset(self) -> None:
         """Forget every use and empty the shadows."""
         super().reset()
@@ -57,25 +53,18 @@ class ADV(AUTO):
         self.worth = np.zeros(len(SHADOWS), np.float32)
         self.index = HOME
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Advance averages and shadows, then choose the index whose score is used."""
-        self._advance(demand, counts)
+        self._advance(event)
         fast = FAST_WEIGHT * self.fast.rows[FAST_ROW]
         scores = fast + (SLOW_WEIGHT * self.slow.rows[SLOW_ROW])
         demanded = np.zeros(self.num_experts, np.bool_)
-        demanded[list(demand)] = True
+        demanded[list(event.demand)] = True
         hits = np.count_nonzero(self.held & demanded, axis=1)
         self.worth = (DISCOUNT * self.worth) + hits.astype(np.float32)
         self.worth[self.worth < SMALLEST] = 0
         for held, score in zip(self.held, scores, strict=True):
-            self._move(held, score, demanded, evict=evict)
+            self._move(held, score, demanded, evict=event.evict)
         best = int(np.argmax(self.worth))
         self.index = best if self.worth[best] > MARGIN * self.worth[HOME] else HOME
         self.score = scores[self.index]

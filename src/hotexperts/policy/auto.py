@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from hotexperts.policy.base import Policy
 from hotexperts.policy.ewma import SMALLEST
+from hotexperts.types import Event
 
 
 class Averages:
@@ -64,16 +65,9 @@ class AUTO(Policy):
         self.slow = Averages((self.ds,), self.num_experts)
         self.score = np.zeros(self.num_experts, np.float32)
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Advance both averages and mix them."""
-        self._advance(demand, counts)
+        self._advance(event)
         self.score = (self.a * self.fast.rows[0]) + (self.b * self.slow.rows[0])
 
     def eviction_key(self, expert: int) -> float:
@@ -99,9 +93,9 @@ class AUTO(Policy):
         )
         return [int(expert) for expert in entered]
 
-    def _advance(self, demand: Sequence[int], counts: Sequence[int]) -> None:
+    def _advance(self, event: Event) -> None:
         use = np.zeros(self.num_experts, np.float32)
-        use[list(demand)] = np.sqrt(np.array(counts, np.float32))
+        use[list(event.demand)] = np.sqrt(np.array(event.counts, np.float32))
         self.fast.add(use)
         self.slow.add(use)
         self.tick += 1

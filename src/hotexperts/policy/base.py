@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
-from hotexperts.types import Decision
+from hotexperts.types import Decision, Event
 
 
 class Policy(ABC):
@@ -61,7 +61,7 @@ class Policy(ABC):
             Admitted and bypassed partition the misses; `len(victims)` is `len(admitted)` less the
             free slots used; no victim is in the demand.
         """
-        self.record(demand, counts, resident, evict=evict)
+        self.record(Event(demand, counts, resident, evict))
         demanded = frozenset(demand)
         misses = [expert for expert in demand if expert not in resident]
         candidates: list[int] = []
@@ -81,22 +81,8 @@ class Policy(ABC):
         self.tick = 0
 
     @abstractmethod
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
-        """Update scores with one event.
-
-        Args:
-            demand: as for `decide`.
-            counts: as for `decide`.
-            resident: the state before the event.
-            evict: as for `decide`; a shadow cache must know it, plain scores need not.
-        """
+    def record(self, event: Event) -> None:
+        """Update scores with one event; who is resident is its state before it."""
 
     @abstractmethod
     def eviction_key(self, expert: int) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 
 from hotexperts.policy.base import Policy
+from hotexperts.types import Event
 
 DECAY = np.float32(0.95)
 SMALLEST = np.float32(1e-30)  # below it a score becomes 0, long before float32 turns denormal
@@ -26,17 +25,10 @@ class EWMA(Policy):
         super().reset()
         self.score = np.zeros(self.num_experts, np.float32)
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Decay all scores and add the uses."""
         use = np.zeros(self.num_experts, np.float32)
-        use[list(demand)] = 1
+        use[list(event.demand)] = 1
         self.score = (DECAY * self.score) + use
         self.score[self.score < SMALLEST] = 0
         self.tick += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from hotexperts.policy.base import Policy
+from hotexperts.types import Event
 
 
 class FIFO(Policy):
@@ -17,14 +18,7 @@ class FIFO(Policy):
         super().reset()
         self.entered_at = [-1] * self.num_experts
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Only time passes."""
         self.tick += 1
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from hotexperts.policy.base import Policy
+from hotexperts.types import Event
 
 
 class LFRU(Policy):
@@ -27,16 +26,9 @@ class LFRU(Policy):
         self.last_use = np.full(self.num_experts, -1, np.int32)
         self.score = np.zeros(self.num_experts, np.float32)
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Count and stamp the demanded experts, then score all."""
-        used = list(demand)
+        used = list(event.demand)
         self.count[used] += 1
         self.last_use[used] = self.tick
         self.score = self._score(self.tick - self.last_use)

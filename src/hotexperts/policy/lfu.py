@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 from hotexperts.policy.base import Policy
+from hotexperts.types import Event
 
 ONE_USE = 1 << 16  # fixed point, so that halving loses nothing that matters and a kernel agrees
 AGEING_PERIOD_PER_SLOT = 10
@@ -29,19 +28,12 @@ class LFU(Policy):
         self.last_use = [-1] * self.num_experts
         self.uses_since_halving = 0
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Count the demanded experts, then halve all counters when the period is over."""
-        for expert in demand:
+        for expert in event.demand:
             self.count[expert] += ONE_USE
             self.last_use[expert] = self.tick
-        self.uses_since_halving += len(demand)
+        self.uses_since_halving += len(event.demand)
         if self.uses_since_halving >= AGEING_PERIOD_PER_SLOT * self.capacity:
             self.count = [count >> 1 for count in self.count]
             self.uses_since_halving = 0

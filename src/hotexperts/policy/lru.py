@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 from hotexperts.policy.base import Policy
+from hotexperts.types import Event
 
 
 class LRU(Policy):
@@ -21,16 +21,9 @@ class LRU(Policy):
         super().reset()
         self.last_use = [-1] * self.num_experts
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Stamp the demanded experts with this event's time."""
-        for expert in demand:
+        for expert in event.demand:
             self.last_use[expert] = self.tick
         self.tick += 1
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from hotexperts.policy.lru import LRU
+from hotexperts.types import Event
 
 
 class SLRU(LRU):
@@ -22,17 +23,10 @@ class SLRU(LRU):
         self.protected: set[int] = set()
         self.max_protected = self.capacity * 4 // 5
 
-    def record(
-        self,
-        demand: Sequence[int],
-        counts: Sequence[int],
-        resident: Collection[int],
-        *,
-        evict: bool = True,
-    ) -> None:
+    def record(self, event: Event) -> None:
         """Stamp the demanded experts and protect those that hit."""
-        super().record(demand, counts, resident, evict=evict)
-        self.protected.update(expert for expert in demand if expert in resident)
+        super().record(event)
+        self.protected.update(expert for expert in event.demand if expert in event.resident)
         overflow = len(self.protected) - self.max_protected
         if overflow > 0:
             self.protected.difference_update(sorted(self.protected, key=self._age)[:overflow])

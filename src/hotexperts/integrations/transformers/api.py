@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotexperts.config import CacheConfig, StoreKind, parse_cache_size
+from hotexperts.config import CacheConfig, CacheMode, StoreKind, parse_cache_size
 from hotexperts.errors import (
     CheckpointError,
-    ConfigError,
     UnsupportedModelError,
     UnsupportedOperationError,
 )
 from hotexperts.integrations.transformers import experts
 from hotexperts.integrations.transformers import load as loading
-from hotexperts.integrations.transformers.load import LoadOptions, Progress
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
-
-DEQUANTISED = ("fp8", "mxfp4")
-_NOT_WITH_A_CACHE = ("device_map", "tp_plan", "tp_size", "distributed_config", "state_dict")
+from hotexperts.integrations.transformers.load import Progress
+from hotexperts.integrations.transformers.options import (
+    check_from_pretrained,
+    find_device,
+    find_dtype,
+    make_options,
+)
+from hotexperts.integrations.transformers.repository import (
+    read_config,
+    require_complete,
+    why_unreadable,
+)
+from hotexperts.policy import DEFAULT_POLICY
 
 
 def load(
@@ -30,6 +36,7 @@ def load(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    cache_mode: CacheMode = "host",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     experts_algorithm: experts.Algorithm = "auto",
@@ -49,16 +56,20 @@ def load(
         policy: which expert leaves: a registered name or "module:Class".
         expert_store: "ram" copies the experts into host memory, page-locked for a GPU; "file"
             leaves them in the checkpoint, memory-mapped.
+        cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
+            copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel).
         device: "cuda", "cuda:1", "cpu"; None takes CUDA where there is one.
-        dtype: as Transformers takes it; "auto" is the checkpoint's.
+        dtype: "bfloat16", "float16", "float32" or "float64", or torch's own; "auto" is the
+            checkpoint's.
         experts_algorithm: "auto", or one of Transformers' own: "eager", "batched_mm",
             "grouped_mm".
         kv_tokens: tokens (context x batch) of KV cache that a budget leaves room for.
         check_host_memory: refuse before loading where the host seems to have too little memory.
         progress: called with (experts loaded, experts in all).
         auto_class: the class whose `from_pretrained` loads; None is `AutoModelForCausalLM`.
-        **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...). Remote
-            code is refused unless `trust_remote_code=True`.
+        **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...); names of
+            the configuration change its values. Remote code is refused unless
+            `trust_remote_code=True`.
 
     Returns:
         The Transformers model, in evaluation mode, with an `expert_cache` (see `ExpertCache`).
@@ -70,21 +81,24 @@ def load(
         UnsupportedOperationError: `device_map`, `tp_plan` and their like.
         HostMemoryError: the host has too little memory, or may not page-lock as much.
     """
-    for name in _NOT_WITH_A_CACHE:
-        if from_pretrained.get(name) is not None:
-            raise UnsupportedOperationError(
-                f"{name} does not work with an expert cache: give device='cuda' or 'cpu'"
-            )
-    options = _options(
-        expert_cache_size, policy, expert_store, experts_algorithm, kv_tokens, check_host_memory
+    check_from_pretrained(from_pretrained)
+    options = make_options(
+        CacheConfig(
+            parse_cache_size(expert_cache_size),
+            policy,
+            expert_store,
+            cache_mode,
+            check_host_memory,
+        ),
+        experts_algorithm,
+        kv_tokens,
+        progress,
     )
-    where = _device(device)
-    _check_dtype(dtype)
-    config = read_config(path_or_id, from_pretrained)
-    from_pretrained.setdefault("trust_remote_code", False)
+    where = find_device(device)
+    dtype = find_dtype(dtype, from_pretrained.pop("torch_dtype", None))
     wants_info = from_pretrained.pop("output_loading_info", False)
-    from_pretrained.setdefault("use_safetensors", True)
-    with loading.pending(replace(options, progress=progress)):
+    config, rest = read_config(path_or_id, from_pretrained)
+    with loading.pending(options) as pending:
         try:
             model, info = (auto_class or _causal_lm()).from_pretrained(
                 path_or_id,
@@ -93,12 +107,15 @@ def load(
                 device_map={"": where},
                 experts_implementation=experts.NAME,
                 output_loading_info=True,
-                **from_pretrained,
+                **{"use_safetensors": True, **rest},
             )
         except OSError as error:
-            raise CheckpointError(_why_unreadable(path_or_id, error)) from error
+            if pending.found_files:  # the disk's, the user's progress function's, ...
+                raise
+            subfolder = rest.get("subfolder") or ""
+            raise CheckpointError(why_unreadable(path_or_id, subfolder, error)) from error
     _require_cache(model)
-    _require_complete(path_or_id, info)
+    require_complete(path_or_id, info)
     return (model, info) if wants_info else model
 
 
@@ -107,6 +124,7 @@ def attach(
     *,
     expert_cache_size: int | str,
     policy: str = DEFAULT_POLICY,
+    cache_mode: CacheMode = "host",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int = 4096,
@@ -120,6 +138,7 @@ def attach(
         model: a loaded Transformers model.
         expert_cache_size: as for `load`.
         policy: as for `load`.
+        cache_mode: as for `load`.
         device: as for `load`.
         experts_algorithm: as for `load`.
         kv_tokens: as for `load`.
@@ -139,10 +158,14 @@ def attach(
         raise UnsupportedOperationError(
             "the model is spread by device_map: load it on the CPU, or use load()"
         )
-    options = _options(
-        expert_cache_size, policy, "ram", experts_algorithm, kv_tokens, check_host_memory
+    options = make_options(
+        CacheConfig(
+            parse_cache_size(expert_cache_size), policy, "ram", cache_mode, check_host_memory
+        ),
+        experts_algorithm,
+        kv_tokens,
     )
-    loading.attach(model, options, _device(device))
+    loading.attach(model, options, find_device(device))
     return model
 
 
@@ -151,6 +174,7 @@ def install(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    cache_mode: CacheMode = "host",
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int = 4096,
     check_host_memory: bool = True,
@@ -163,13 +187,22 @@ def install(
         expert_cache_size: as for `load`.
         policy: as for `load`.
         expert_store: as for `load`.
+        cache_mode: as for `load`.
         experts_algorithm: as for `load`.
         kv_tokens: as for `load`.
         check_host_memory: as for `load`.
     """
     loading.install(
-        _options(
-            expert_cache_size, policy, expert_store, experts_algorithm, kv_tokens, check_host_memory
+        make_options(
+            CacheConfig(
+                parse_cache_size(expert_cache_size),
+                policy,
+                expert_store,
+                cache_mode,
+                check_host_memory,
+            ),
+            experts_algorithm,
+            kv_tokens,
         )
     )
 
@@ -180,111 +213,9 @@ def _causal_lm() -> Any:
     return AutoModelForCausalLM
 
 
-def _options(
-    size: int | str,
-    policy: str,
-    store: StoreKind,
-    algorithm: experts.Algorithm,
-    kv_tokens: int,
-    check_host_memory: bool,
-) -> LoadOptions:
-    POLICIES.load(policy)
-    if algorithm not in experts.ALGORITHMS:
-        raise ConfigError(
-            f"experts_algorithm is {algorithm!r}: use one of {', '.join(experts.ALGORITHMS)}"
-        )
-    if kv_tokens < 1:
-        raise ConfigError(f"kv_tokens is {kv_tokens}: give at least 1")
-    cache = CacheConfig(parse_cache_size(size), policy, store, check_host_memory)
-    return LoadOptions(cache, algorithm, kv_tokens)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is not one: use 'cuda', 'cuda:N' or 'cpu'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r}: this torch sees no CUDA device; use 'cpu'")
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not supported: use 'cuda', 'cuda:N' or 'cpu'")
-    return found
-
-
-def _check_dtype(dtype: str | torch.dtype) -> None:
-    known = isinstance(dtype, torch.dtype) or dtype == "auto"
-    if not known and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is not one: use 'auto', 'bfloat16', 'float16' or so")
-
-
-def read_config(path_or_id: str | Path, options: dict[str, Any]) -> Any:
-    """The model's configuration; quantised experts are asked to be dequantised on loading.
-
-    Args:
-        path_or_id: as for `load`.
-        options: `from_pretrained`'s, of which those that find the repository are used.
-
-    Raises:
-        CheckpointError: there is no configuration at that path or id.
-    """
-    from transformers import AutoConfig
-
-    looks_local = isinstance(path_or_id, Path) or str(path_or_id).startswith((".", "/", "~"))
-    if looks_local and not Path(path_or_id).is_dir():
-        raise CheckpointError(f"{path_or_id}: no such folder")
-    hub_options = ("revision", "token", "trust_remote_code", "cache_dir", "local_files_only")
-    chosen = {name: options[name] for name in hub_options if name in options}
-    chosen.setdefault("trust_remote_code", False)
-    try:
-        config = AutoConfig.from_pretrained(path_or_id, **chosen)
-    except (OSError, ValueError) as error:
-        what = "" if Path(path_or_id).is_dir() else "neither a folder nor a readable hub id: "
-        raise CheckpointError(f"{path_or_id}: {what}{_first_line(error)}") from error
-    _dequantise(path_or_id, getattr(config, "quantization_config", None))
-    return config
-
-
-def _dequantise(path_or_id: str | Path, quantization: Any) -> None:
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in DEQUANTISED:
-        raise UnsupportedModelError(
-            f"{path_or_id}: quantised by {method!r}; an expert cache on Transformers loads plain "
-            f"weights and {', '.join(DEQUANTISED)} checkpoints, which it dequantises"
-        )
-    quantization["dequantize"] = True
-
-
 def _require_cache(model: Any) -> None:
     if not hasattr(model, "expert_cache"):
         raise UnsupportedModelError(
             f"{type(model).__name__} was loaded without an expert cache: it is not a "
             "Mixture-of-Experts model that hotexperts knows; load it with Transformers as it is"
         )
-
-
-def _require_complete(path_or_id: str | Path, info: dict[str, Any]) -> None:
-    """Transformers fills missing weights with random numbers and only warns."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in info.get(kind) or ())
-        if names:
-            raise CheckpointError(
-                f"{path_or_id}: {len(names)} {kind.replace('_keys', '')} tensors, first "
-                f"{names[0]}: the checkpoint is incomplete, or of another model"
-            )
-
-
-def _why_unreadable(path_or_id: str | Path, error: OSError) -> str:
-    if any(Path(path_or_id).glob("*.bin")):
-        return (
-            f"{path_or_id}: holds pickle files, which are never read because they can run code: "
-            "convert them to safetensors (save_pretrained writes them)"
-        )
-    return f"{path_or_id}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
+from hotexperts.cache.device import DeviceWeightProvider, check_device_mode
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
+from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
 from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.transformers.experts import CachedExperts
-from hotexperts.integrations.transformers.handle import ExpertCache, guard
+from hotexperts.integrations.transformers.guard import guard
+from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.sizing import (
     LayerShape,
@@ -53,12 +56,15 @@ def attach_stores(
     """
     banks: dict[ExpertLayout, StreamBanks] = {}
     turn = Turn(device)
-    providers = []
+    providers: list[StreamingProvider] = []
+    make_provider: Any = (
+        DeviceWeightProvider if options.cache.mode == "device" else CachedWeightProvider
+    )
     for layer, store in zip(found, stores, strict=True):
         num_rows = bank_rows(layer.num_experts, plan.capacity)
         if num_rows and store.layout not in banks:
             banks[store.layout] = StreamBanks(store.layout, num_rows, device)
-        provider = CachedWeightProvider(
+        provider = make_provider(
             store,
             plan.capacity,
             policy=options.cache.policy,
@@ -66,7 +72,7 @@ def attach_stores(
             banks=banks.get(store.layout),
             turn=turn,
         )
-        CachedExperts(layer.module, provider, options.algorithm)
+        CachedExperts(layer.module, provider, device, options.algorithm)
         providers.append(provider)
     model.eval()
     guard(model, [layer.module for layer in found])
@@ -77,26 +83,36 @@ def attach_stores(
         capacity=plan.capacity,
         policy=options.cache.policy,
         store=options.cache.store,
+        mode=options.cache.mode,
         reason=plan.reason,
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
     )
 
 
-def check_early(found: Sequence[ExpertsModule], options: LoadOptions, needed_bytes: int) -> None:
+def check_early(
+    found: Sequence[ExpertsModule],
+    options: LoadOptions,
+    device: torch.device,
+    needed_bytes: int,
+) -> None:
     """Refuse what can be refused before anything is read.
 
     Args:
         found: the experts modules.
         options: the user's choices.
+        device: where slots go.
         needed_bytes: host memory that the store takes beyond what is allocated now.
 
     Raises:
-        ConfigError: more slots than experts.
+        ConfigError: more slots than experts, or a cache mode that cannot work here.
         HostMemoryError: the experts do not fit the host's memory.
     """
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
+    if options.cache.mode == "device":
+        for layer in found:
+            check_device_mode(layer.layout, options.cache.policy, device)
     if options.cache.check_host_memory:
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")
@@ -164,12 +180,22 @@ def _free_nbytes(device: torch.device) -> int:
 def _kv_nbytes(config: Any, num_tokens: int) -> int:
     """Keys and values of every layer as if all were plain attention: an upper estimate."""
     text = config.get_text_config()
-    query_heads = getattr(text, "num_attention_heads", None) or 1
-    heads = getattr(text, "num_key_value_heads", None) or query_heads
-    heads = max(heads) if isinstance(heads, list) else heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    itemsize = getattr(text.dtype, "itemsize", 2)
-    return int(2 * text.num_hidden_layers * heads * head_dim * itemsize * num_tokens)
+    query_heads = _largest(text, "num_attention_heads", 0)
+    if not query_heads:  # a model without attention keeps no keys
+        return 0
+    heads = _largest(text, "num_key_value_heads", query_heads)
+    head_dim = _largest(text, "head_dim", _largest(text, "hidden_size", 0) // query_heads)
+    itemsize = getattr(getattr(text, "dtype", None), "itemsize", 2)
+    layers = _largest(text, "num_hidden_layers", 0)
+    return int(2 * layers * heads * head_dim * itemsize * num_tokens)
+
+
+def _largest(config: Any, name: str, default: int) -> int:
+    """A number of the configuration; some have one a layer, some leave it out."""
+    value = getattr(config, name, None)
+    if isinstance(value, list | tuple):
+        value = max((x for x in value if isinstance(x, int)), default=None)
+    return value if isinstance(value, int) and value > 0 else default
 
 
 def _keep_cuda_graphs_away(model: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,17 @@ import torch
 from hotexperts.cache import FileStore
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.safetensors_file import SafetensorsFile
-from hotexperts.errors import CheckpointError, UnsupportedModelError
+from hotexperts.errors import CheckpointError
 from hotexperts.integrations.transformers import compat
 from hotexperts.integrations.transformers.modules import ExpertsModule
-
-Source = tuple[SafetensorsFile, str]
-
-
-@dataclass
-class _ParameterSources:
-    """Checkpoint tensors of one experts parameter, by source pattern, in checkpoint order."""
-
-    converter: Any = None
-    by_pattern: dict[str, list[Source]] = field(default_factory=dict)
-
-    def release(self, expert: int, num_experts: int) -> None:
-        for sources in self.by_pattern.values():
-            if len(sources) == num_experts:
-                file, key = sources[expert]
-                file.release(key)
-            elif expert == num_experts - 1:
-                for file, key in sources:
-                    file.release(key)
+from hotexperts.integrations.transformers.sources import (
+    ModelOfOneExpert,
+    ParameterSources,
+    Source,
+    expert_number,
+    one_expert,
+    view,
+)
 
 
 class ExpertCheckpoint:
@@ -56,22 +44,28 @@ class ExpertCheckpoint:
     """
 
     def __init__(self, model: Any, files: Sequence[str | Path], weight_mapping: Sequence[Any]):
-        self._model = model
-        self._sources: dict[str, _ParameterSources] = defaultdict(_ParameterSources)
+        self._model = ModelOfOneExpert(model)
+        self._config = model.config
+        self._sources: dict[str, ParameterSources] = defaultdict(ParameterSources)
         found = compat.names()
         renamings = [entry for entry in weight_mapping if isinstance(entry, found.renaming)]
         converters = [entry for entry in weight_mapping if isinstance(entry, found.converter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         meta = model.state_dict()
-        keys = [(k, f) for f in map(SafetensorsFile, map(Path, files)) for k in f.entries]
-        for key, file in sorted(keys, key=lambda item: found.natural_key(item[0])):
+        # As in Transformers, a key in two files is read from the later one.
+        file_of = {k: f for f in map(SafetensorsFile, map(Path, files)) for k in f.entries}
+        for key in sorted(file_of, key=found.natural_key):
             target, pattern = found.rename_source_key(
                 key, renamings, converters, model.base_model_prefix, meta
             )
             if target not in meta and key in meta:
                 target, pattern = key, None
             entry = self._sources[target]
-            entry.by_pattern.setdefault(pattern or key, []).append((file, key))
+            renamed, _ = found.rename_source_key(key, renamings, [])
+            number = expert_number(renamed, pattern or "")
+            entry.by_pattern.setdefault(pattern or key, []).append(
+                Source(file_of[key], key, number)
+            )
             if pattern is not None:
                 entry.converter = by_pattern[pattern]
 
@@ -93,6 +87,7 @@ class ExpertCheckpoint:
             CheckpointError: the checkpoint lacks a parameter.
             UnsupportedModelError: a parameter is stored in a way that mixes experts.
         """
+        self._model.add(experts)
         entries = [self._entry(experts, name) for name in experts.layout.names]
         readers = [
             self._reader(experts, name, entry)
@@ -113,7 +108,7 @@ class ExpertCheckpoint:
         store.check(0)
         return store
 
-    def _entry(self, experts: ExpertsModule, name: str) -> _ParameterSources:
+    def _entry(self, experts: ExpertsModule, name: str) -> ParameterSources:
         target = f"{experts.name}.{name}"
         if target not in self._sources:
             raise CheckpointError(
@@ -127,30 +122,19 @@ class ExpertCheckpoint:
             raise CheckpointError(
                 f"the checkpoint is incomplete: {target} needs tensors named {', '.join(missing)}"
             )
-        for pattern, sources in entry.by_pattern.items():
-            file, key = sources[0]
-            stacked = len(sources) == 1 and file.entries[key].shape[:1] == (experts.num_experts,)
-            if len(sources) != experts.num_experts and not stacked:
-                raise UnsupportedModelError(
-                    f"{target} is stored in {len(sources)} tensors ({pattern}) for "
-                    f"{experts.num_experts} experts: one expert cannot be read alone"
-                )
+        entry.check(target, experts.num_experts)
         return entry
 
-    def _reader(self, experts: ExpertsModule, name: str, entry: _ParameterSources) -> Any:
-        num_experts = experts.num_experts
+    def _reader(self, experts: ExpertsModule, name: str, entry: ParameterSources) -> Any:
         if entry.converter is None or _only_stacks(entry.converter):
             order = entry.by_pattern if entry.converter is None else entry.converter.source_patterns
-            return partial(_views, [entry.by_pattern[p] for p in order], num_experts)
-        return partial(self._convert, f"{experts.name}.{name}", entry, num_experts)
+            return partial(_views, [entry.by_pattern[p] for p in order])
+        return partial(self._convert, f"{experts.name}.{name}", entry)
 
-    def _convert(
-        self, target: str, entry: _ParameterSources, num_experts: int, expert: int
-    ) -> list[torch.Tensor]:
+    def _convert(self, target: str, entry: ParameterSources, expert: int) -> list[torch.Tensor]:
         """One expert through Transformers' converter, as a layer with a single expert."""
         tensors: Any = {
-            pattern: _one_expert(sources, num_experts, expert)
-            for pattern, sources in entry.by_pattern.items()
+            pattern: one_expert(sources, expert) for pattern, sources in entry.by_pattern.items()
         }
         converter = entry.converter
         for operation in converter.operations:
@@ -160,7 +144,7 @@ class ExpertCheckpoint:
                 target_patterns=converter.target_patterns,
                 full_layer_name=target,
                 model=self._model,
-                config=self._model.config,
+                config=self._config,
                 missing_keys=None,
             )
         (value,) = (v for k, v in tensors.items() if len(tensors) == 1 or k in target)
@@ -177,22 +161,5 @@ def _only_stacks(converter: Any) -> bool:
     return kinds in ([(found.merge, 0)], [(found.merge, 0), (found.concatenate, 1)])
 
 
-def _views(sources_of_all: list[list[Source]], num_experts: int, expert: int) -> list[torch.Tensor]:
-    return [_view(sources, num_experts, expert)[0] for sources in sources_of_all]
-
-
-def _view(sources: list[Source], num_experts: int, expert: int) -> torch.Tensor:
-    """One expert's tensor with a leading dimension of 1."""
-    if len(sources) == num_experts and num_experts > 1:
-        file, key = sources[expert]
-        return file.tensor(key).unsqueeze(0)
-    file, key = sources[0]
-    return file.tensor(key)[expert : expert + 1]
-
-
-def _one_expert(sources: list[Source], num_experts: int, expert: int) -> list[torch.Tensor]:
-    """What a converter collects for a layer of one expert: a list with its tensor."""
-    if len(sources) == num_experts:
-        file, key = sources[expert]
-        return [file.tensor(key)]
-    return [_view(sources, num_experts, expert)]
+def _views(sources_of_all: list[list[Source]], expert: int) -> list[torch.Tensor]:
+    return [view(sources, expert)[0] for sources in sources_of_all]

@@ -6,7 +6,6 @@ module whose weight attributes are slot tensors and whose ids are slots.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from contextlib import closing
@@ -36,6 +35,7 @@ class CachedExperts:
     Args:
         module: the experts module, its parameters taken out.
         provider: gives the weights.
+        device: where its slots are.
         algorithm: which of Transformers' implementations multiplies; "auto" takes `batched_mm`
             for few pairs on CUDA, as Transformers does when it decodes, and else `grouped_mm`.
 
@@ -44,13 +44,18 @@ class CachedExperts:
     """
 
     def __init__(
-        self, module: nn.Module, provider: ExpertWeightProvider, algorithm: Algorithm = "auto"
+        self,
+        module: nn.Module,
+        provider: ExpertWeightProvider,
+        device: torch.device,
+        algorithm: Algorithm = "auto",
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ConfigError(
                 f"experts_algorithm is {algorithm!r}: use one of {', '.join(ALGORITHMS)}"
             )
         self.provider = provider
+        self.device = device
         self.algorithm = algorithm
         self.key = next(_keys)
         self._module = weakref.ref(module)
@@ -140,7 +145,8 @@ class CachedExperts:
         if proxy is None:
             module = self._module()
             assert module is not None, "the module owns this object"
-            proxy = copy.copy(module)
+            proxy = object.__new__(type(module))  # copy() is refused, see guard.py
+            proxy.__dict__.update(module.__dict__)
             del proxy.__dict__["_hotexperts"]
             proxy.__dict__.update(wave.tensors._asdict())
             proxy.__dict__["num_experts"] = wave.tensors[0].shape[0]

@@ -6,7 +6,6 @@ Scaling the input of one (token, expert) pair and running only the chosen pairs 
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def adapt(module: nn.Module) -> None:
     experts.config = module.router.config if hasattr(module.router, "config") else None
     experts.has_gate, experts.is_concatenated, experts.is_transposed = True, True, True
     experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
-    module.forward = MethodType(_moe_forward, module)
+    module.__class__ = _derived(type(module), {"forward": _moe_forward})
 
 
 def _dispatched_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -39,6 +38,8 @@ def _dispatched_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any) -> torch.Tensor:
         from hotexperts.integrations.transformers.experts import experts_forward
 
+        if not hasattr(self, "_hotexperts"):  # loading was refused after this class was given
+            return own_forward(self, *args)
         return experts_forward(self, *args)
 
     def apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,8 +47,12 @@ def _dispatched_class(base: type[nn.Module]) -> type[nn.Module]:
         return up * self.act_fn(gate)
 
     forward.__wrapped__ = own_forward  # type: ignore[attr-defined]
-    members = {"forward": forward, "_apply_gate": apply_gate, "__module__": base.__module__}
-    return type(base.__name__, (base,), members)
+    return _derived(base, {"forward": forward, "_apply_gate": apply_gate})
+
+
+def _derived(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    """A subclass under the base's name; a method on the instance would be a reference cycle."""
+    return type(base.__name__, (base,), {**members, "__module__": base.__module__})
 
 
 def _moe_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

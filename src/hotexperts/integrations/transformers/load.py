@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from hotexperts.cache import CPUBackingStore, ExpertStore
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.config import CacheConfig
-from hotexperts.errors import CheckpointError, UnsupportedOperationError
+from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
 from hotexperts.integrations.transformers.build import (
     attach_stores,
@@ -56,7 +58,20 @@ class LoadOptions:
     progress: Progress = lambda done, total: None
 
 
-_pending: ContextVar[LoadOptions | None] = ContextVar("hotexperts_load_options", default=None)
+@dataclass(slots=True)
+class Pending:
+    """A load in progress.
+
+    Attributes:
+        options: the user's choices.
+        found_files: whether Transformers has found the configuration and every file.
+    """
+
+    options: LoadOptions
+    found_files: bool = False
+
+
+_pending: ContextVar[Pending | None] = ContextVar("hotexperts_pending_load", default=None)
 _defaults = LoadOptions()
 
 
@@ -73,20 +88,22 @@ def install(options: LoadOptions) -> None:
     def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         if model.config._experts_implementation != experts.NAME:
             return original(model, state_dict, files, load_config, *rest)
-        options = _pending.get() or _defaults
-        return _load(original, options, model, state_dict, files, load_config, *rest)
+        pending = _pending.get() or Pending(_defaults)
+        pending.found_files = True
+        return _load(original, pending.options, model, state_dict, files, load_config, *rest)
 
     hook._hotexperts = True  # type: ignore[attr-defined]
     base._load_pretrained_model = staticmethod(hook)
 
 
 @contextmanager
-def pending(options: LoadOptions) -> Iterator[None]:
+def pending(options: LoadOptions) -> Iterator[Pending]:
     """Inside, this thread's `from_pretrained` uses `options`."""
     install(_defaults)
-    token = _pending.set(options)
+    load = Pending(options)
+    token = _pending.set(load)
     try:
-        yield
+        yield load
     finally:
         _pending.reset(token)
 
@@ -110,11 +127,21 @@ def _load(
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
     in_ram = store_nbytes(found) if options.cache.store == "ram" else 0
-    check_early(found, options, in_ram)
+    check_early(found, options, device, in_ram)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
-    result = original(model, None, files, load_config, *rest)
+    try:
+        result = original(model, None, files, load_config, *rest)
+    except SafetensorError as error:
+        raise CheckpointError(f"{Path(files[0]).parent}: cannot be read: {error}") from error
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):  # the safetensors package maps for writing
+            raise
+        raise HostMemoryError(
+            f"{error}: a file is larger than the memory; write the checkpoint in smaller ones "
+            "(save_pretrained(max_shard_size='5GB'))"
+        ) from error
     plan = plan_capacity(model, found, options, device, in_ram)
     stores = make_stores(found, checkpoint, options, device)
     attach_stores(model, found, stores, plan, options, device, start)
@@ -153,9 +180,14 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
         raise UnsupportedOperationError(
             "attach() copies experts that are in memory: use load() to leave them in the file"
         )
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise UnsupportedOperationError(
+            "the model holds no weights (they are on the meta device): load them first, or use "
+            "load()"
+        )
     found = find_experts(model)
     largest = max(layer.num_experts * layer.layout.row_nbytes for layer in found)
-    check_early(found, options, largest)
+    check_early(found, options, device, largest)
     plan = plan_capacity(model, found, options, device, 0)
     stores: list[ExpertStore] = []
     for layer in found:
@@ -180,9 +212,12 @@ def _single_device(load_config: Any) -> torch.device:
             'one device, for example device_map="cuda"'
         )
     (where,) = devices
-    device = torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+    try:
+        device = torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+    except RuntimeError:  # "disk", which is no device
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedOperationError(f"device {device} is not supported: use cuda or cpu")
+        raise UnsupportedOperationError(f"device {where} is not supported: use cuda or cpu")
     return device
 
 

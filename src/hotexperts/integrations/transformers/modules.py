@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from hotexperts.errors import UnsupportedModelError
+from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.integrations.transformers import llama4
 from hotexperts.integrations.transformers.compat import KNOWN_PARAMETERS, is_decorated_experts
@@ -62,21 +63,48 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
 
 
 def take_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Remove a module's own parameters; plain attributes of the same name stay for readers.
-
-    Quantisers' converters look up shape and dtype of the parameter that they make, so a meta
-    tensor takes each one's place.
-    """
+    """Remove a module's own parameters; what then uses one of them raises, and computes nothing."""
     taken = dict(module._parameters)
     module._parameters.clear()
-    for name, parameter in taken.items():
-        if parameter is not None:
-            module.__dict__[name] = torch.empty_like(parameter, device="meta", requires_grad=False)
+    for name in taken:
+        module.__dict__[name] = None if taken[name] is None else TakenParameter(name)
     for flag, value in _FLAG_DEFAULTS.items():
         if not hasattr(module, flag):
             setattr(module, flag, value)
     module._is_hf_initialized = True  # or the initialiser looks for what was taken
     return {name: parameter for name, parameter in taken.items() if parameter is not None}
+
+
+class TakenParameter:
+    """Stands where an experts parameter was, for code that computes with it all the same.
+
+    A meta tensor would not do: some of Transformers' implementations then return whatever lies in
+    the memory of their result.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for these, and takes a no for an answer
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls("the experts' parameters")._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedOperationError(
+            f"{self.__name__} of cached experts is not in the model: leave its experts "
+            "implementation at 'hotexperts', or load it without an expert cache"
+        )
 
 
 def _describe(name: str, module: nn.Module) -> ExpertsModule:
@@ -107,6 +135,7 @@ def _top_k(module: nn.Module, num_experts: int) -> int:
         "top_k_experts",
         "moe_k",
         "moe_top_k",
+        "moe_topk",
         "num_experts_per_token",
     ):
         value = getattr(config, name, None)

@@ -1,0 +1,109 @@
+"""Fills the README's figures from `bench/results/` and its examples from real runs.
+
+    make test 2>&1 | tee /tmp/test.log
+    python tools/readme_tables.py --test-log /tmp/test.log
+
+Between `<!-- NAME -->` and `<!-- end -->` the text is generated; the rest is left alone, and so is
+the tests' block without `--test-log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
+PROMPT = "def read_file(path):"
+SUMMARIES = (  # the last words of ruff check, ruff format, mypy, lint-imports and pytest
+    r"All checks passed!|\d+ files already formatted|Success: no issues found.*|Contracts: .*|"
+    r"\d+ passed.*"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--test-log", type=Path, help="what `make test`, or pytest alone, said")
+    test_log = parser.parse_args().test_log
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    contents = {
+        "run": fenced(f'hotexperts {" ".join(RUN)} "{PROMPT}"', command([*RUN, PROMPT])),
+        "verify": fenced("hotexperts verify", command(["verify"])),
+        "decode": decode_table(),
+        "load": load_table(),
+    }
+    if test_log:
+        contents["test"] = fenced("make test", test_summary(test_log.read_text()))
+    for name, content in contents.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, found = re.subn(pattern, rf"\1{escape(content)}\n\2", text, flags=re.DOTALL)
+        assert found == 1, name
+    readme.write_text(text)
+
+
+def escape(content: str) -> str:
+    return content.replace("\\", r"\\")
+
+
+def fenced(shown: str, output: str) -> str:
+    return f"```\n$ {shown}\n{output}\n```"
+
+
+def command(arguments: list[str]) -> str:
+    done = subprocess.run(["hotexperts", *arguments], capture_output=True, text=True, check=True)
+    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").split("\n"))
+
+
+def test_summary(log: str) -> str:
+    """The last words of each tool.
+
+    Raises:
+        SystemExit: the tests did not end, or some did not pass.
+    """
+    lines = [line.strip("= ") for line in log.splitlines()]
+    found = [line for line in lines if re.fullmatch(SUMMARIES, line)]
+    if not found or " passed" not in found[-1] or re.search(r"failed|error", found[-1]):
+        raise SystemExit("the test log does not end with passed tests: run them again")
+    return "\n".join(found)
+
+
+def decode_table() -> str:
+    results = json.loads((ROOT / "bench/results/core-decode.json").read_text())
+    lines = [
+        "| case | tokens/s (lowest, highest) | slots a layer | hit rate | peak GPU memory |",
+        "|---|---|---|---|---|",
+    ]
+    for case, row in results["cases"].items():
+        speed = row["tokens_per_s"]
+        lines.append(
+            f"| {case} | {speed['median']:.2f} ({speed['min']:.2f}, {speed['max']:.2f}) "
+            f"| {row.get('capacity', '')} | {percent(row.get('hit_rate'))} "
+            f"| {row['peak_gpu_bytes'] / 2**30:.2f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def load_table() -> str:
+    results = json.loads((ROOT / "bench/results/core-load.json").read_text())
+    names = {
+        "transformers": "Transformers alone",
+        "file": "experts left in the file",
+        "ram": "experts copied into memory",
+    }
+    lines = ["| way | seconds | memory |", "|---|---|---|"]
+    for way, row in results["ways"].items():
+        seconds, memory = row["seconds"]["median"], row["over_torch"] / 1e9
+        lines.append(f"| {names[way]} | {seconds:.2f} | {memory:.2f} GB |")
+    return "\n".join(lines)
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+if __name__ == "__main__":
+    main()
