@@ -23,7 +23,7 @@ import torch
 import machine
 import olmoe
 
-CASES = ("resident", "device-all", "device-6GiB-lru", "device-6GiB-auto")
+CASES = ("resident", "device-all", "device-6GiB-lru", "device-6GiB-adv")
 TRACE = "moe507m_dev.npz"
 MAX_POSITIONS = 384
 

@@ -106,7 +106,7 @@ def test_reset_empties_everything() -> None:
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="policy 'slru' has no kernel: choose one of auto, ewma"):
+    with pytest.raises(ConfigError, match="policy 'slru' has no kernel: choose one of adv, auto"):
         DeviceWeightProvider(make_store(), 4, policy="slru", device=DEVICE)
     with pytest.raises(ConfigError, match="0 slots for 24 experts"):
         DeviceWeightProvider(make_store(), 0, device=DEVICE)

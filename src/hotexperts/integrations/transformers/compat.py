@@ -31,6 +31,7 @@ KNOWN_PARAMETERS = frozenset(
     {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 )
 _SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
+_SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts"})
 
 
 class TransformersNames(NamedTuple):
@@ -120,7 +121,10 @@ def original_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
 
 def eager_sum_dtype(module: Any, weights: torch.Tensor) -> torch.dtype | None:
     """The dtype in which an experts class's own loop adds up; None is that of its input."""
-    return weights.dtype if type(module).__name__ in _SUMS_IN_WEIGHTS_DTYPE else None
+    name = type(module).__name__
+    if name in _SUMS_IN_FLOAT32:
+        return torch.float32
+    return weights.dtype if name in _SUMS_IN_WEIGHTS_DTYPE else None
 
 
 def is_decorated_experts(module: torch.nn.Module) -> bool:
