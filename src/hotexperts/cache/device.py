@@ -203,7 +203,7 @@ def check_device_mode(layout: ExpertLayout, policy: str, device: torch.device) -
         ConfigError: a policy without a kernel, no Triton, no GPU, or tensors whose size is no
             multiple of four bytes.
     """
-    remedy = "or let the host manage the cache (cache_mode='host', --cache-mode host)"
+    remedy = "or let the host manage the cache (cache_mode='host')"
     if policy not in DEVICE_POLICIES:
         known = ", ".join(DEVICE_POLICIES)
         raise ConfigError(f"policy {policy!r} has no kernel: choose one of {known}, {remedy}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import math
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +116,3 @@ class ExpertLayout:
     def _view(rows: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
         part = rows[:, offset : offset + spec.nbytes]
         return part.view(spec.dtype).view(rows.shape[0], *spec.shape)
-
-
-def row_tensors(group: Any, index: int) -> Sequence[torch.Tensor]:
-    """The tensors of row `index` of a group made by `ExpertLayout.group`."""
-    return [tensor[index] for tensor in group]
