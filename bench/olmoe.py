@@ -62,14 +62,15 @@ class Replay:
         trace: the `.npz`.
         model: an OLMoE model.
         device: where its layers compute.
+        max_tokens: of one call, where that is more than a recorded sequence has.
     """
 
-    def __init__(self, trace: Path, model: Any, device: str) -> None:
+    def __init__(self, trace: Path, model: Any, device: str, max_tokens: int = 0) -> None:
         ids = np.load(trace)["ids"]  # [sequence, position, layer, k]
         self.num_sequences, self.num_positions, self._num_layers, self.top_k = ids.shape
         self._ids = torch.from_numpy(ids.astype(np.int64)).to(device).transpose(1, 2).contiguous()
-        self._shown = torch.empty(self._num_layers, self.num_positions, self.top_k).long()
-        self._shown = self._shown.to(device)
+        shape = self._num_layers, max(max_tokens, self.num_positions), self.top_k
+        self._shown = torch.zeros(shape, dtype=torch.int64, device=device)
         for layer_index, layer in enumerate(model.model.layers):
             layer.mlp.gate.forward = self._router(layer_index % self._num_layers)
 
@@ -77,6 +78,13 @@ class Replay:
         """The next call's tokens are these positions of that sequence."""
         end = position + num_tokens
         self._shown[:, :num_tokens].copy_(self._ids[sequence, :, position:end])
+
+    def show_random(self, num_tokens: int, seed: int) -> None:
+        """The next call's tokens each ask for `top_k` different experts, all equally likely."""
+        generator = torch.Generator(self._shown.device).manual_seed(seed)
+        shape = self._num_layers, num_tokens, SHAPE["num_experts"]
+        order = torch.rand(shape, generator=generator, device=self._shown.device).argsort(-1)
+        self._shown[:, :num_tokens].copy_(order[..., : self.top_k])
 
     def _router(self, layer: int) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:

@@ -58,8 +58,13 @@ def test_a_name_that_no_attribute_can_have_is_refused() -> None:
         ExpertLayout.of({"w.1": torch.zeros(4, 2)})
 
 
-def test_empty_gives_contiguous_tensors() -> None:
-    layout = ExpertLayout((TensorSpec("a", (2, 3), torch.float16),))
-    (tensor,) = layout.empty(5, torch.device("cpu"))
-    assert tensor.shape == (5, 2, 3)
-    assert tensor.is_contiguous()
+def test_slots_are_contiguous_tensors_in_one_aligned_buffer() -> None:
+    specs = TensorSpec("a", (2, 3), torch.float16), TensorSpec("b", (), torch.float32)
+    buffer, tensors = ExpertLayout(specs).allocate(50, torch.device("cpu"))
+    assert buffer.dtype == torch.uint8
+    assert buffer.numel() == 768 + 256  # 600 and 200 bytes
+    assert [t.data_ptr() - buffer.data_ptr() for t in tensors] == [0, 768]
+    assert tensors.a.shape == (50, 2, 3)
+    assert tensors.b.shape == (50,)
+    assert (tensors.a.dtype, tensors.b.dtype) == (torch.float16, torch.float32)
+    assert all(t.is_contiguous() for t in tensors)

@@ -46,13 +46,20 @@ def read(
     return seen.tolist()
 
 
+def poison(device: DeviceWeightProvider) -> None:
+    """Bytes that are a bf16 NaN, and no expert's bias."""
+    device.buffer.fill_(-1)
+    for bank in device._banks.buffers if device._banks else []:
+        bank.fill_(255)
+
+
 @pytest.mark.parametrize("policy", DEVICE_POLICIES)
 def test_device_equals_host(policy: str) -> None:
     draw = random.Random(policy)
     store = make_store()
     host = CachedWeightProvider(store, 10, policy=policy, device="cpu")
     device = DeviceWeightProvider(store, 10, policy=policy, device=DEVICE)
-    device.buffer.fill_(-1)  # poison: bf16 NaN, and no expert's bias
+    poison(device)
     for _ in range(15):
         ids = [[draw.randrange(NUM_EXPERTS) for _ in range(4)] for _ in range(2)]
         ids[0][draw.randrange(4)] = draw.choice([-1, 3])
@@ -64,7 +71,55 @@ def test_device_equals_host(policy: str) -> None:
         assert read(device, topk_ids.to(DEVICE)) == expected
         read(host, topk_ids)
         assert device.slot_of == host.slots.slot_of
-        assert device.stats == host.stats
+        assert counted(device) == counted(host)
+
+
+def counted(provider: DeviceWeightProvider | CachedWeightProvider) -> dict[str, int]:
+    """The counters but for waves: the host leaves out those that turn out to be empty."""
+    found = provider.stats.as_dict()
+    assert found.pop("waves") > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "capacity"), [("lru", 1), ("lru", 7), ("auto", 13), ("adv", 7), ("lru", 24)]
+)
+def test_calls_over_capacity_equal_the_host(policy: str, capacity: int) -> None:
+    """Decode, prefill and far too many ids, in any order: bytes, residents and counters."""
+    draw = random.Random(f"{policy}{capacity}")
+    store = make_store()
+    host = CachedWeightProvider(store, capacity, policy=policy, device="cpu")
+    device = DeviceWeightProvider(store, capacity, policy=policy, device=DEVICE)
+    poison(device)
+    for _ in range(6):
+        num_tokens = draw.choice([1, 2, 5, 9, 150])
+        popular = draw.sample(range(NUM_EXPERTS), draw.randint(1, NUM_EXPERTS))
+        ids = [[draw.choice([*popular, -1]) for _ in range(4)] for _ in range(num_tokens)]
+        topk_ids = torch.tensor(ids, dtype=draw.choice([torch.int32, torch.int64]))
+        prefill = draw.random() < 0.4
+        expected = [float(e) for row in ids for e in row]
+        assert read(device, topk_ids.to(DEVICE), prefill=prefill) == expected
+        assert read(host, topk_ids, prefill=prefill) == expected
+        assert device.slot_of == host.slots.slot_of
+        assert counted(device) == counted(host)
+
+
+def test_the_number_of_waves_follows_from_the_shape() -> None:
+    """Banks of 8 rows; what is needed at run time changes nothing."""
+    store = make_store()
+    for policy, capacity, num_tokens, prefill, num_waves in (
+        ("lru", 10, 2, False, 1),  # 8 ids fit
+        ("lru", 10, 4, False, 2),  # 16 ids: at most 6 pass by
+        ("lru", 10, 400, False, 3),  # at most 24 - 10
+        ("lru", 10, 4, True, 3),  # no slot may be taken: all 14 that may be absent
+        ("auto", 10, 1, False, 1),  # 4 ids: a light call, nobody is turned away
+        ("auto", 10, 2, False, 2),  # 8 of 10 slots: a busy one, up to 8 may be
+        ("lru", 24, 400, True, 1),  # everything is resident
+    ):
+        provider = DeviceWeightProvider(store, capacity, policy=policy, device=DEVICE)
+        ids = torch.zeros(num_tokens, 4, dtype=torch.int64, device=DEVICE)
+        assert len(list(provider.waves(ids, prefill=prefill))) == num_waves
+        assert provider.stats.waves == num_waves
 
 
 def test_a_prefill_fills_free_slots_and_evicts_nobody() -> None:
@@ -134,4 +189,39 @@ def test_captured_replays_equal_eager() -> None:
         expected = eager.prepare(ids)
         assert torch.equal(result.topk_ids, expected.topk_ids)
         assert torch.equal(bias.long() - 1, ids)
+    assert captured.stats == eager.stats
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lru", "adv"])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_captured_waves_equal_eager(policy: str, prefill: bool) -> None:
+    """The side stream forks and joins inside the graph; each replay serves other ids."""
+    store = make_store()
+    eager, captured = (
+        DeviceWeightProvider(store, 5, policy=policy, device="cuda") for _ in range(2)
+    )
+    ids = torch.zeros(5, 4, dtype=torch.int64, device="cuda")
+
+    def bias_of(provider: DeviceWeightProvider) -> torch.Tensor:
+        found = torch.full((5, 4), -1.0, device="cuda")
+        for wave in provider.waves(ids, prefill=prefill):
+            is_here = wave.topk_ids >= 0
+            value = wave.tensors.bias[wave.topk_ids.clamp(min=0)]
+            found = torch.where(is_here, value, found)
+        return found
+
+    bias_of(captured)
+    captured.reset()
+    poison(captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = bias_of(captured)
+    for _ in range(200):
+        ids.copy_(torch.randint(0, NUM_EXPERTS, (5, 4)))
+        graph.replay()
+        assert torch.equal(found.long() - 1, ids)
+        assert torch.equal(bias_of(eager), found)
+        assert captured.slot_of == eager.slot_of
     assert captured.stats == eager.stats

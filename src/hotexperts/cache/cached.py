@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hotexperts.cache.provider import ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore
-from hotexperts.cache.streaming import Ids, StreamingProvider, remapped_result
+from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
-from hotexperts.errors import ExpertCacheOverflow
+from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 from hotexperts.residency import NOWHERE
 from hotexperts.stats import CacheStats
 from hotexperts.types import Decision, Placement
+
+Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 class CachedWeightProvider(StreamingProvider):
@@ -146,22 +151,66 @@ class CachedWeightProvider(StreamingProvider):
     def _in_waves(
         self, topk_ids: torch.Tensor, ids: Ids, hits: list[int], decision: Decision
     ) -> Waves:
-        residency = self.slots.residency
+        """Hits first, then what was admitted, then the bypassed experts through the banks."""
+        banks, residency = self._banks, self.slots.residency
+        assert banks is not None, "experts that pass by mean capacity < E, which has banks"
         row_of_hit = {expert: residency.slot_of[expert] for expert in hits}
-        with self._arriving(decision.admitted) as arrived:
+        bypassed, size = decision.bypassed, banks.num_rows
+        parts = [bypassed[i : i + size] for i in range(0, len(bypassed), size)]
+        with self._arriving(decision.admitted) as arrived, banks.lane.ordered():
             placements = residency.apply(decision)
-            yield from self._stream(
-                self.slots.tensors,
-                topk_ids,
-                ids,
-                row_of_hit,
-                dict(placements),
-                lambda: self._load(placements, arrived),
-                decision.bypassed,
+            with banks.lane.copying():
+                self._load(placements, arrived)
+            ready = banks.lane.mark()
+            yield from self._through_banks(
+                self._slot_waves(topk_ids, ids, row_of_hit, dict(placements), ready),
+                len(parts),
+                lambda part, bank: banks.fill(bank, self.store, parts[part]),
+                lambda part, bank: self._wave(
+                    banks.tensors[bank],
+                    topk_ids,
+                    ids,
+                    {expert: row for row, expert in enumerate(parts[part])},
+                ),
             )
 
-    def _count_wave(self) -> None:
+    def _slot_waves(
+        self,
+        topk_ids: torch.Tensor,
+        ids: Ids,
+        row_of_hit: dict[int, int],
+        row_of_admitted: dict[int, int],
+        ready: torch.cuda.Event | None,
+    ) -> Waves:
+        if row_of_hit:
+            yield self._wave(self.slots.tensors, topk_ids, ids, row_of_hit)
+        if row_of_admitted:
+            assert self._banks is not None
+            self._banks.lane.compute_after(ready)
+            yield self._wave(self.slots.tensors, topk_ids, ids, row_of_admitted)
+
+    def _wave(
+        self, tensors: Any, topk_ids: torch.Tensor, ids: Ids, row_of: Mapping[int, int]
+    ) -> ExpertWeightResult:
         self._stats.waves += 1
+        rows = np.full(self.store.num_experts + 1, NOWHERE)
+        rows[list(row_of)] = list(row_of.values())
+        return remapped_result(tensors, topk_ids, rows[ids])
+
+    def _read(self, topk_ids: torch.Tensor) -> tuple[Ids, list[int], list[int]]:
+        """The ids on the host, the distinct ones ascending, and how often each occurs."""
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(f"expert ids are {topk_ids.dtype}: give int32 or int64")
+        ids = topk_ids.cpu().numpy()
+        ids = np.where(ids < 0, NOWHERE, ids)  # any negative id is nobody's
+        demand, counts = np.unique(ids, return_counts=True)
+        valid = demand >= 0
+        if demand.size and int(demand[-1]) >= self.store.num_experts:
+            raise ConfigError(
+                f"expert id {demand[-1]} in a layer of {self.store.num_experts} experts: ids go "
+                f"from 0 to {self.store.num_experts - 1}"
+            )
+        return ids, demand[valid].tolist(), counts[valid].tolist()
 
     def _load(self, placements: Sequence[Placement], arrived: set[int]) -> None:
         """Copy rows into slots, noting each expert whose row is under way."""
@@ -191,3 +240,15 @@ class CachedWeightProvider(StreamingProvider):
         self._stats.bypasses += len(decision.bypassed)
         self._stats.evictions += len(decision.victims)
         self._stats.bytes_moved += num_misses * self.store.layout.nbytes
+
+
+def remapped_result(tensors: Any, topk_ids: torch.Tensor, local: Ids) -> ExpertWeightResult:
+    """A result with `local` for ids, -1 where a pair is not served."""
+    # The ids are tiny: the driver has its own copy of them when the call returns, so they
+    # need not be page-locked, and the host need not wait for the copies of experts before.
+    to_device = partial(torch.Tensor.to, device=topk_ids.device, non_blocking=True)
+    remapped = to_device(torch.from_numpy(local), dtype=topk_ids.dtype)
+    if not local.size or local.min() != NOWHERE:
+        return ExpertWeightResult(tensors, remapped)
+    pairs = to_device(torch.from_numpy(np.flatnonzero(local != NOWHERE)))
+    return ExpertWeightResult(tensors, remapped, is_partial=True, pairs=pairs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
@@ -16,20 +15,19 @@ from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
+from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.gather.layout import WORD_BYTES
-from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout
-from hotexperts.kernels.plan.launch import MAX_IDS, PlanGather
+from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout, may_bypass
+from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.policy import DEFAULT_POLICY
-from hotexperts.residency import NOWHERE
 from hotexperts.stats import CacheStats
 
 
 class DeviceWeightProvider(StreamingProvider):
-    """Slots, store and policy of one layer; a kernel decides and copies in one launch.
+    """Slots, store and policy of one layer; kernels decide and copy.
 
-    `prepare` neither allocates anything but its result nor waits for the device, so it can be
-    captured in a CUDA graph. A call that may need more experts than there are slots, and a
-    prefill, streams through the banks with the host's help and cannot be captured.
+    Nothing waits for the device and no address changes, so every call can be captured in a CUDA
+    graph: the number of waves follows from the shape of the ids alone.
 
     Args:
         store: all experts, page-locked where the device is a GPU.
@@ -44,6 +42,8 @@ class DeviceWeightProvider(StreamingProvider):
         ConfigError: a capacity outside 1 to E, a policy without a kernel, or tensors whose size
             is no multiple of four bytes.
     """
+
+    is_capturable = True
 
     def __init__(
         self,
@@ -65,17 +65,22 @@ class DeviceWeightProvider(StreamingProvider):
         if device.type == "cuda" and not store.is_pinned:
             raise ConfigError("the store is not page-locked: make it with pin=True")
         super().__init__(store, capacity, device, banks, turn)
-        layout = store.layout
-        sizes = tuple(spec.nbytes for spec in layout.specs)
-        gather = GatherLayout.of(layout.offsets, sizes, layout.row_nbytes, capacity)
         self.capacity = capacity
-        self.buffer = gather.buffer(device)
-        self.tensors = _typed(layout, gather, self.buffer, capacity)
+        buffer, self.tensors = store.layout.allocate(capacity, device)
+        self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
-        self.kernel = PlanGather(
-            self.plan, gather, store.rows.view(torch.int32), self.buffer, num_programs=num_programs
-        )
-        self._host_stats = CacheStats()  # of what streamed with the host's help
+        rows = store.rows.view(torch.int32)
+        gather = _gather_layout(store.layout, capacity)
+        self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
+        if self._banks is not None:
+            self._fill = BankFill(
+                store.num_experts,
+                self._banks.num_rows,
+                _gather_layout(store.layout, self._banks.num_rows),
+                rows,
+                self.plan.view(self.kernel.state, "passed"),
+                num_programs=num_programs,
+            )
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap, enqueued on the current stream.
@@ -86,46 +91,40 @@ class DeviceWeightProvider(StreamingProvider):
             ConcurrentUseError: another thread is inside.
         """
         with self._turn.taken():
-            if not self._fits(topk_ids):
-                needed = min(topk_ids.numel(), self.store.num_experts)
+            needed = self._most_demanded(topk_ids)
+            if needed > self.capacity:
                 raise ExpertCacheOverflow(needed, self.capacity)
-            return self._at_once(topk_ids)
+            return self._event(topk_ids)
 
     def waves(self, topk_ids: torch.Tensor, *, prefill: bool = False) -> Waves:
-        """One wave where the shape says that everything fits, else through the banks.
+        """One wave over the slots, then as many through the banks as the shape may need.
 
         Raises:
-            ExpertCacheOverflow: a large call inside a graph capture, which cannot be served.
             ConcurrentUseError: another thread is inside.
         """
         with self._turn.taken():
-            if self._fits(topk_ids) and not prefill:
-                yield self._at_once(topk_ids)
-            elif self.capacity == self.store.num_experts:
-                yield self._in_pieces(topk_ids)
-            elif topk_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-                needed = min(topk_ids.numel(), self.store.num_experts)
-                raise ExpertCacheOverflow(needed, self.capacity)
+            num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
+            first = self._event(
+                topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed
+            )
+            if num_parts == 0:
+                yield first
             else:
-                yield from self._with_the_host(topk_ids)
+                yield from self._in_waves(topk_ids, first, num_parts)
 
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot; waits for the device."""
         counts = self.kernel.counters.cpu().tolist()
-        found = CacheStats(
+        return CacheStats(
             calls=counts[Counter.CALLS],
             hits=counts[Counter.HITS],
             misses=counts[Counter.MISSES],
             bypasses=counts[Counter.BYPASSES],
             evictions=counts[Counter.EVICTIONS],
             waves=counts[Counter.WAVES],
-            bytes_moved=(counts[Counter.MISSES] - counts[Counter.BYPASSES])
-            * self.store.layout.nbytes,
+            bytes_moved=counts[Counter.MISSES] * self.store.layout.nbytes,
         )
-        for name, value in self._host_stats.as_dict().items():
-            setattr(found, name, getattr(found, name) + value)
-        return found
 
     @property
     def slot_of(self) -> list[int]:
@@ -140,7 +139,6 @@ class DeviceWeightProvider(StreamingProvider):
     def reset_stats(self) -> None:
         """Set the counters to zero, in stream order."""
         self.kernel.counters.zero_()
-        self._host_stats.reset()
 
     def reset(self) -> None:
         """Empty the slots and forget history and counters, in stream order."""
@@ -148,52 +146,59 @@ class DeviceWeightProvider(StreamingProvider):
             self.plan.clear(self.kernel.state)
             self.reset_stats()
 
-    def _fits(self, topk_ids: torch.Tensor) -> bool:
-        num_ids = topk_ids.numel()
-        return num_ids <= MAX_IDS and min(num_ids, self.store.num_experts) <= self.capacity
+    def _most_demanded(self, topk_ids: torch.Tensor) -> int:
+        return min(topk_ids.numel(), self.store.num_experts)
 
-    def _at_once(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
+    def _most_bypassed(self, topk_ids: torch.Tensor, *, prefill: bool) -> tuple[int, int]:
+        """Bank waves that ids of this shape may need, and how many experts may pass by freely.
+
+        What passes by finds every slot taken, so there are never more than E - capacity.
+        """
+        if self._banks is None:
+            return 0, 0
+        size, needed = self._banks.num_rows, self._most_demanded(topk_ids)
+        free_choice = size if may_bypass(self.plan.policy, needed, self.capacity) else 0
+        most = needed if prefill else max(0, needed - self.capacity) + free_choice
+        most = min(most, self.store.num_experts - self.capacity)
+        return -(-most // size), 0 if prefill else free_choice
+
+    def _event(
+        self,
+        topk_ids: torch.Tensor,
+        *,
+        num_parts: int = 0,
+        evict: bool = True,
+        max_bypassed: int = 0,
+    ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        self.kernel(topk_ids, remapped)
-        return ExpertWeightResult(self.tensors, remapped)
+        self.kernel(
+            topk_ids,
+            remapped,
+            evict=evict,
+            max_bypassed=max_bypassed,
+            num_waves=1 + num_parts,
+        )
+        return ExpertWeightResult(self.tensors, remapped, is_partial=num_parts > 0)
 
-    def _in_pieces(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
-        """Where every expert has a slot nothing is ever evicted, so pieces change nothing."""
-        flat = topk_ids.reshape(-1, 1)
-        remapped = torch.empty_like(flat)
-        for piece, out in zip(flat.split(MAX_IDS), remapped.split(MAX_IDS), strict=True):
-            self.kernel(piece.contiguous(), out)
-        return ExpertWeightResult(self.tensors, remapped.view(topk_ids.shape))
-
-    def _with_the_host(self, topk_ids: torch.Tensor) -> Waves:
-        """Fill free slots with the last tokens' experts, then residents and the rest in waves."""
-        ids, demand, _ = self._read(topk_ids)
-        before = self.slot_of
-        last = topk_ids.reshape(-1, 1)[-MAX_IDS:].contiguous()
-        counters = self.kernel.counters.clone()
-        self.kernel(last, torch.empty_like(last), evict=False)
-        self.kernel.counters.copy_(counters)  # counted here, with the whole demand
-        after = self.slot_of
-        resident = {e: after[e] for e in demand if after[e] != NOWHERE}
-        bypassed = [e for e in demand if after[e] == NOWHERE]
-        self._count(demand, [e for e in demand if before[e] == NOWHERE], bypassed)
-        if bypassed:
-            yield from self._stream(
-                self.tensors, topk_ids, ids, resident, {}, lambda: None, bypassed
+    def _in_waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int) -> Waves:
+        banks = self._banks
+        assert banks is not None, "experts that pass by mean capacity < E, which has banks"
+        topk_ids = topk_ids.contiguous()
+        local = torch.empty(
+            (num_parts, *topk_ids.shape), dtype=topk_ids.dtype, device=topk_ids.device
+        )
+        with banks.lane.ordered():
+            yield from self._through_banks(
+                iter([first]),
+                num_parts,
+                lambda part, bank: self._fill(
+                    part, topk_ids, local[part], banks.buffers[bank].view(torch.int32)
+                ),
+                lambda part, bank: ExpertWeightResult(
+                    banks.tensors[bank], local[part], is_partial=True
+                ),
             )
-        else:
-            yield self._wave(self.tensors, topk_ids, ids, resident)
-
-    def _count(self, demand: list[int], missed: list[int], bypassed: list[int]) -> None:
-        self._host_stats.calls += 1
-        self._host_stats.hits += len(demand) - len(missed)
-        self._host_stats.misses += len(missed)
-        self._host_stats.bypasses += len(bypassed)
-        self._host_stats.bytes_moved += len(missed) * self.store.layout.nbytes
-
-    def _count_wave(self) -> None:
-        self._host_stats.waves += 1
 
 
 def check_device_mode(layout: ExpertLayout, policy: str, device: torch.device) -> None:
@@ -221,9 +226,6 @@ def check_device_mode(layout: ExpertLayout, policy: str, device: torch.device) -
         )
 
 
-def _typed(layout: ExpertLayout, gather: GatherLayout, buffer: torch.Tensor, rows: int) -> Any:
-    tensors = []
-    for spec, begin, words in zip(layout.specs, gather.slot_offsets, gather.num_words, strict=True):
-        flat = buffer[begin : begin + rows * words]
-        tensors.append(flat.view(spec.dtype).view(rows, *spec.shape))
-    return layout.group(*tensors)
+def _gather_layout(layout: ExpertLayout, num_rows: int) -> GatherLayout:
+    sizes = tuple(spec.nbytes for spec in layout.specs)
+    return GatherLayout.of(layout.offsets, sizes, layout.row_nbytes, num_rows)

@@ -20,13 +20,16 @@ class ExpertWeightResult:
             where this call does not serve the pair.
         expert_map: int32 `[E]` from expert to row, for kernels that map by themselves; None
             where `topk_ids` is already remapped.
-        pairs: int64, ascending positions in the flattened `topk_ids` that this call serves; None
-            where it serves all.
+        is_partial: the call serves only pairs whose id is not -1; other calls serve the others,
+            unless their id was -1 from the start.
+        pairs: of a partial call, int64, ascending positions in the flattened `topk_ids` that it
+            serves; None where only the device knows them.
     """
 
     tensors: Any
     topk_ids: torch.Tensor
     expert_map: torch.Tensor | None = None
+    is_partial: bool = False
     pairs: torch.Tensor | None = None
 
 
@@ -34,7 +37,13 @@ Waves: TypeAlias = Generator[ExpertWeightResult, None, None]
 
 
 class ExpertWeightProvider(ABC):
-    """Gives one layer's kernel the weights that its routed tokens need."""
+    """Gives one layer's kernel the weights that its routed tokens need.
+
+    Attributes:
+        is_capturable: nothing in a call waits for the device, so a CUDA graph may contain it.
+    """
+
+    is_capturable: bool = False
 
     @abstractmethod
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
@@ -66,6 +75,8 @@ class FullGPUProvider(ExpertWeightProvider):
     Args:
         tensors: named tuple of `[E, *shape]`.
     """
+
+    is_capturable = True
 
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors

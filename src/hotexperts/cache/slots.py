@@ -23,6 +23,7 @@ class GPUSlotManager:
 
     Attributes:
         tensors: named tuple of `[capacity + num_staging, *shape]`, the layout's names and dtypes.
+        buffer: uint8, the memory that they are in.
         residency: expert to slot and back.
 
     Raises:
@@ -46,7 +47,8 @@ class GPUSlotManager:
         self.capacity = capacity
         self.num_staging = num_staging
         self.device = device
-        self.tensors: Any = layout.empty(capacity + num_staging, device)
+        self.buffer, tensors = layout.allocate(capacity + num_staging, device)
+        self.tensors: Any = tensors
         self.residency = Residency(num_experts, capacity, num_staging)
 
     @property
@@ -62,4 +64,4 @@ class GPUSlotManager:
     @property
     def nbytes(self) -> int:
         """Device bytes of the slots."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.buffer.nbytes

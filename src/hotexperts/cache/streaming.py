@@ -1,14 +1,11 @@
-"""What both ways of managing a cache share: ids read on the host, waves through the banks."""
+"""What both ways of managing a cache share: waves over the slots, then through two banks."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hotexperts.cache.provider import ExpertWeightProvider, ExpertWeightResult, Waves
@@ -16,11 +13,8 @@ from hotexperts.cache.store import ExpertStore
 from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError
-from hotexperts.residency import NOWHERE
 from hotexperts.sizing import bank_rows
 from hotexperts.stats import CacheStats
-
-Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 class StreamingProvider(ExpertWeightProvider):
@@ -60,59 +54,6 @@ class StreamingProvider(ExpertWeightProvider):
                 raise ConfigError("the banks belong to another turn: share both among the layers")
             banks.turn = self._turn
 
-    def _stream(
-        self,
-        slots: Any,
-        topk_ids: torch.Tensor,
-        ids: Ids,
-        row_of_hit: Mapping[int, int],
-        row_of_admitted: Mapping[int, int],
-        load_admitted: Callable[[], None],
-        bypassed: Sequence[int],
-    ) -> Waves:
-        """Hits first, then what is admitted, then the bypassed experts through the banks.
-
-        Args:
-            slots: the slot tensors.
-            topk_ids: the ids as given.
-            ids: the same on the host.
-            row_of_hit: slot of each expert that is there already.
-            row_of_admitted: slot of each that `load_admitted` copies.
-            load_admitted: enqueues those copies.
-            bypassed: experts for the banks.
-        """
-        banks = self._banks
-        assert banks is not None, "experts that pass by mean capacity < E, which has banks"
-        with banks.lane.ordered():
-            with banks.lane.copying():
-                load_admitted()
-            ready = banks.lane.mark()
-            parts = [
-                bypassed[i : i + banks.num_rows] for i in range(0, len(bypassed), banks.num_rows)
-            ]
-            filled = [banks.fill(i, self.store, part) for i, part in enumerate(parts[:NUM_BANKS])]
-            if row_of_hit:
-                yield self._wave(slots, topk_ids, ids, row_of_hit)
-            banks.lane.compute_after(ready)
-            if row_of_admitted:
-                yield self._wave(slots, topk_ids, ids, row_of_admitted)
-            for i, part in enumerate(parts):
-                bank = i % NUM_BANKS
-                banks.lane.compute_after(filled[i])
-                row_of = {expert: row for row, expert in enumerate(part)}
-                yield self._wave(banks.tensors[bank], topk_ids, ids, row_of)
-                if i + NUM_BANKS < len(parts):
-                    banks.lane.wait_for_compute()
-                    filled.append(banks.fill(bank, self.store, parts[i + NUM_BANKS]))
-
-    def _wave(
-        self, tensors: Any, topk_ids: torch.Tensor, ids: Ids, row_of: Mapping[int, int]
-    ) -> ExpertWeightResult:
-        self._count_wave()
-        rows = np.full(self.store.num_experts + 1, NOWHERE)
-        rows[list(row_of)] = list(row_of.values())
-        return remapped_result(tensors, topk_ids, rows[ids])
-
     @property
     @abstractmethod
     def stats(self) -> CacheStats:
@@ -131,32 +72,37 @@ class StreamingProvider(ExpertWeightProvider):
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
 
-    @abstractmethod
-    def _count_wave(self) -> None: ...
+    def _through_banks(
+        self,
+        slot_waves: Iterator[ExpertWeightResult],
+        num_parts: int,
+        fill: Callable[[int, int], None],
+        result: Callable[[int, int], ExpertWeightResult],
+    ) -> Waves:
+        """The waves over the slots while the first banks fill, then one wave a part.
 
-    def _read(self, topk_ids: torch.Tensor) -> tuple[Ids, list[int], list[int]]:
-        """The ids on the host, the distinct ones ascending, and how often each occurs."""
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise ConfigError(f"expert ids are {topk_ids.dtype}: give int32 or int64")
-        ids = topk_ids.cpu().numpy()
-        ids = np.where(ids < 0, NOWHERE, ids)  # any negative id is nobody's
-        demand, counts = np.unique(ids, return_counts=True)
-        valid = demand >= 0
-        if demand.size and int(demand[-1]) >= self.store.num_experts:
-            raise ConfigError(
-                f"expert id {demand[-1]} in a layer of {self.store.num_experts} experts: ids go "
-                f"from 0 to {self.store.num_experts - 1}"
-            )
-        return ids, demand[valid].tolist(), counts[valid].tolist()
+        A bank is filled again only after the compute that reads it; the caller is inside
+        `lane.ordered()`.
 
+        Args:
+            slot_waves: made beforehand, lazily.
+            num_parts: parts of what passes by.
+            fill: enqueues the copies of a part into a bank, on the lane.
+            result: what to compute with for a part in a bank.
+        """
+        assert self._banks is not None, "experts that pass by mean capacity < E, which has banks"
+        lane = self._banks.lane
 
-def remapped_result(tensors: Any, topk_ids: torch.Tensor, local: Ids) -> ExpertWeightResult:
-    """A result with `local` for ids, -1 where a pair is not served."""
-    # The ids are tiny: the driver has its own copy of them when the call returns, so they
-    # need not be page-locked, and the host need not wait for the copies of experts before.
-    to_device = partial(torch.Tensor.to, device=topk_ids.device, non_blocking=True)
-    remapped = to_device(torch.from_numpy(local), dtype=topk_ids.dtype)
-    pairs = None
-    if local.size and local.min() == NOWHERE:
-        pairs = to_device(torch.from_numpy(np.flatnonzero(local != NOWHERE)))
-    return ExpertWeightResult(tensors, remapped, None, pairs)
+        def fill_part(part: int) -> torch.cuda.Event | None:
+            with lane.copying():
+                fill(part, part % NUM_BANKS)
+            return lane.mark()
+
+        filled: list[Any] = [fill_part(part) for part in range(min(NUM_BANKS, num_parts))]
+        yield from slot_waves
+        for part in range(num_parts):
+            lane.compute_after(filled[part])
+            yield result(part, part % NUM_BANKS)
+            if part + NUM_BANKS < num_parts:
+                lane.wait_for_compute()
+                filled.append(fill_part(part + NUM_BANKS))

@@ -70,6 +70,12 @@ class StreamBanks:
         layout: what a row holds.
         num_rows: rows of each bank.
         device: where the banks live.
+
+    Attributes:
+        buffers: uint8, one a bank.
+        tensors: named tuples of `[num_rows, *shape]` in them.
+        lane: on which the banks are filled.
+        turn: of the providers that share the banks.
     """
 
     def __init__(self, layout: ExpertLayout, num_rows: int, device: torch.device) -> None:
@@ -77,22 +83,16 @@ class StreamBanks:
         self.num_rows = num_rows
         self.lane = CopyLane(device)
         self.turn: Turn | None = None
-        self.tensors: list[Any] = [layout.empty(num_rows, device) for _ in range(NUM_BANKS)]
+        banks = [layout.allocate(num_rows, device) for _ in range(NUM_BANKS)]
+        self.buffers = [buffer for buffer, _ in banks]
+        self.tensors: list[Any] = [tensors for _, tensors in banks]
 
     @property
     def nbytes(self) -> int:
         """Device bytes of both banks."""
-        return sum(tensor.nbytes for bank in self.tensors for tensor in bank)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
-    def fill(
-        self, bank: int, store: ExpertStore, experts: Sequence[int]
-    ) -> torch.cuda.Event | None:
-        """Copy experts into the first rows of a bank, behind what the lane waits for.
-
-        Returns:
-            The event for `lane.compute_after`.
-        """
-        with self.lane.copying():
-            for row, expert in enumerate(experts):
-                store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
-        return self.lane.mark()
+    def fill(self, bank: int, store: ExpertStore, experts: Sequence[int]) -> None:
+        """Copy experts into the first rows of a bank, on the current stream."""
+        for row, expert in enumerate(experts):
+            store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])

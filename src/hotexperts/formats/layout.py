@@ -62,7 +62,7 @@ class ExpertLayout:
         offsets, end = [], 0
         for spec in self.specs:
             offsets.append(end)
-            end += -(-spec.nbytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+            end += _aligned(spec.nbytes)
         object.__setattr__(self, "offsets", tuple(offsets))
         object.__setattr__(self, "row_nbytes", end)
         object.__setattr__(self, "group", namedtuple("ExpertTensors", names))
@@ -98,11 +98,24 @@ class ExpertLayout:
         """Bytes of one expert, without padding."""
         return sum(spec.nbytes for spec in self.specs)
 
-    def empty(self, num_rows: int, device: torch.device) -> Any:
-        """Fresh, contiguous tensors `[num_rows, *shape]`, one a name, uninitialised."""
-        return self.group(
-            *(torch.empty(num_rows, *s.shape, dtype=s.dtype, device=device) for s in self.specs)
+    def allocate(self, num_rows: int, device: torch.device) -> tuple[torch.Tensor, Any]:
+        """Fresh slots: contiguous tensors `[num_rows, *shape]` in one buffer, uninitialised.
+
+        Returns:
+            The buffer, uint8, in which each tensor begins at a 256-byte boundary, and the tensors,
+            one a name.
+        """
+        starts, end = [], 0
+        for spec in self.specs:
+            starts.append(end)
+            end += _aligned(num_rows * spec.nbytes)
+        buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        tensors = (
+            buffer[start : start + num_rows * spec.nbytes].view(spec.dtype)
+            for spec, start in zip(self.specs, starts, strict=True)
         )
+        shaped = (t.view(num_rows, *s.shape) for t, s in zip(tensors, self.specs, strict=True))
+        return buffer, self.group(*shaped)
 
     def views(self, rows: torch.Tensor) -> Any:
         """Typed views `[num_rows, *shape]` into `rows`, uint8 `[num_rows, row_nbytes]`."""
@@ -116,3 +129,7 @@ class ExpertLayout:
     def _view(rows: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
         part = rows[:, offset : offset + spec.nbytes]
         return part.view(spec.dtype).view(rows.shape[0], *spec.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES

@@ -30,6 +30,8 @@ KNOWN_DECORATOR_FLAGS = frozenset(
 KNOWN_PARAMETERS = frozenset(
     {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 )
+# Where it is true, ids of num_experts and above are nobody's (5.17 takes them so without it).
+SENTINEL_FLAG = "_is_expert_parallel"
 _SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
 _SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts"})
 

@@ -59,7 +59,7 @@ class CachedExperts:
         self.algorithm = algorithm
         self.key = next(_keys)
         self._module = weakref.ref(module)
-        self._proxies: dict[int, nn.Module] = {}
+        self._proxies: dict[tuple[int, bool], nn.Module] = {}
         _layers[self.key] = self
         module._hotexperts = self
 
@@ -78,14 +78,15 @@ class CachedExperts:
         waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
         with closing(waves):
             first = next(waves)
-            if first.pairs is None and algorithm != "eager":
+            if not first.is_partial and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)
             if algorithm == "eager":
                 return self._sum_by_expert(itertools.chain([first], waves), hidden, index, weights)
             rows = hidden.new_zeros(index.numel(), hidden.shape[-1])
             for wave in itertools.chain([first], waves):
-                self._fill_rows(algorithm, wave, hidden, rows)
+                fill = self._fill_masked if wave.pairs is None else self._fill_rows
+                fill(algorithm, wave, hidden, rows)
         weighted = rows * weights.reshape(-1, 1)
         return weighted.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
@@ -93,10 +94,8 @@ class CachedExperts:
         self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """Write the unweighted output of the wave's pairs into rows `[T * K, H]`."""
-        top_k = wave.topk_ids.shape[-1]
-        pairs = wave.pairs
-        if pairs is None:
-            pairs = torch.arange(len(rows), device=rows.device)
+        pairs, top_k = wave.pairs, wave.topk_ids.shape[-1]
+        assert pairs is not None
         if pairs.numel() == 0:
             return
         proxy = self._proxy(wave)
@@ -104,6 +103,19 @@ class CachedExperts:
         slots = wave.topk_ids.reshape(-1, 1)[pairs]
         ones = tokens.new_ones(len(pairs), 1)
         rows[pairs] = _multiply(algorithm, proxy)(proxy, tokens, slots, ones)
+
+    def _fill_masked(
+        self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """The same where only the device knows the pairs: the others pass as a sentinel."""
+        slots = wave.topk_ids.reshape(-1, 1)
+        is_served = slots >= 0
+        proxy = self._proxy(wave)
+        ids = torch.where(is_served, slots, proxy.num_experts)
+        tokens = hidden.repeat_interleave(wave.topk_ids.shape[-1], dim=0)
+        ones = tokens.new_ones(len(rows), 1)
+        found = _multiply(algorithm, proxy)(proxy, tokens, ids, ones)
+        torch.where(is_served, found, rows, out=rows)
 
     def _sum_by_expert(
         self,
@@ -119,7 +131,7 @@ class CachedExperts:
         for wave in waves:
             proxy = self._proxy(wave)
             slots = wave.topk_ids.reshape(-1, 1)
-            served = torch.arange(len(ids)) if wave.pairs is None else wave.pairs.cpu()
+            served = (slots.flatten() >= 0).nonzero().flatten().cpu()
             for expert in ids[served].unique().tolist():
                 pairs = served[ids[served] == expert]
                 pairs = pairs[(pairs % top_k).argsort(stable=True)].to(hidden.device)
@@ -140,8 +152,8 @@ class CachedExperts:
 
     def _proxy(self, wave: ExpertWeightResult) -> nn.Module:
         """The module as it would be with the wave's rows for experts; made once a tensor set."""
-        address = wave.tensors[0].data_ptr()
-        proxy = self._proxies.get(address)
+        key = wave.tensors[0].data_ptr(), wave.is_partial
+        proxy = self._proxies.get(key)
         if proxy is None:
             module = self._module()
             assert module is not None, "the module owns this object"
@@ -150,7 +162,9 @@ class CachedExperts:
             del proxy.__dict__["_hotexperts"]
             proxy.__dict__.update(wave.tensors._asdict())
             proxy.__dict__["num_experts"] = wave.tensors[0].shape[0]
-            self._proxies[address] = proxy
+            # Ids beyond the rows are then skipped (see compat.SENTINEL_FLAG).
+            proxy.__dict__[compat.SENTINEL_FLAG] = wave.is_partial
+            self._proxies[key] = proxy
         return proxy
 
 
@@ -161,18 +175,27 @@ def _multiply(algorithm: str, module: nn.Module) -> Any:
     return found.batched_mm if algorithm == "batched_mm" else found.grouped_mm
 
 
-@torch.library.custom_op("hotexperts::experts", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _experts_op(
+def _experts(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
     return _layers[layer].run(hidden, index, weights)
 
 
-@_experts_op.register_fake
-def _experts_fake(
+def _like_hidden(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
     return torch.empty_like(hidden)
+
+
+# Opaque to torch.compile. What the host manages must stay outside of the CUDA graphs that it makes.
+_capturable_op = torch.library.custom_op(
+    "hotexperts::capturable_experts", _experts, mutates_args=()
+)
+_eager_op = torch.library.custom_op(
+    "hotexperts::experts", _experts, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+for _op in (_capturable_op, _eager_op):
+    _op.register_fake(_like_hidden)
 
 
 def experts_forward(
@@ -194,7 +217,8 @@ def experts_forward(
             "gradients through cached experts are not supported: run under torch.no_grad(), and "
             "train or fine-tune (PEFT) without an expert cache"
         )
-    return _experts_op(hidden_states, top_k_index, top_k_weights, state.key)
+    op = _capturable_op if state.provider.is_capturable else _eager_op
+    return op(hidden_states, top_k_index, top_k_weights, state.key)
 
 
 def register() -> None:

@@ -57,3 +57,56 @@ def copy_row(
             num_programs,
             BLOCK_WORDS,
         )
+
+
+@triton.jit(do_not_specialize=["num_ids", "first"])
+def fill_bank_kernel(
+    topk_ids,  # [N], int32 or int64
+    local,  # [N], same dtype: bank rows, -1 where this part does not serve the pair
+    passed,  # int32 [E]: place of an expert among the bypassed, -1 for others
+    rows,  # int32 [E, ROW_WORDS], page-locked host memory
+    bank,  # int32, the bank's rows
+    num_ids,
+    first,  # the part holds the places first, ..., first + NUM_ROWS - 1
+    NUM_EXPERTS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    ROW_OFFSETS: tl.constexpr,
+    BANK_OFFSETS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    NUM_TENSORS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """One part of one layer call: see `naive.fill_bank`."""
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    o_e = tl.arange(0, BLOCK_E)
+    places = tl.load(passed + o_e, mask=o_e < NUM_EXPERTS, other=-1)
+    for begin in range(i_program * BLOCK_N, num_ids, num_programs * BLOCK_N):
+        o_n = begin + tl.arange(0, BLOCK_N)
+        b_ids = tl.load(topk_ids + o_n, mask=o_n < num_ids, other=-1)
+        is_expert = (b_ids >= 0) & (b_ids < NUM_EXPERTS)
+        b_rows = tl.load(passed + b_ids, mask=is_expert, other=-1) - first
+        is_here = is_expert & (b_rows >= 0) & (b_rows < NUM_ROWS)
+        b_rows = tl.where(is_here, b_rows, -1).to(b_ids.dtype)
+        tl.store(local + o_n, b_rows, mask=o_n < num_ids)
+    for i_row in range(0, NUM_ROWS):
+        chosen = places == first + i_row
+        expert = tl.sum(tl.where(chosen, o_e, 0))
+        row = tl.max(tl.where(chosen, places - first, -1))
+        if row >= 0:
+            copy_row(
+                rows,
+                bank,
+                expert,
+                row,
+                i_program,
+                num_programs,
+                ROW_WORDS,
+                ROW_OFFSETS,
+                BANK_OFFSETS,
+                NUM_WORDS,
+                NUM_TENSORS,
+                BLOCK_WORDS,
+            )

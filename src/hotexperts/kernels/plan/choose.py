@@ -67,3 +67,40 @@ def choose(
     admitted = missed & (order < num_free + num_pairs)
     num_admitted = tl.sum(admitted.to(tl.int32))
     return admitted, ranks, num_admitted, tl.maximum(num_admitted - num_free, 0)
+
+
+@triton.jit
+def move_shadow(
+    to,  # int32 [E]: who is in it after this event
+    scratch,
+    shadow,
+    keys,
+    demanded,
+    num_demanded,
+    evict,
+    o_e,
+    m_e,
+    NUM_EXPERTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """One event of one of adv's shadow caches."""
+    stays = shadow
+    lacking = demanded & (shadow == 0)
+    if tl.sum(lacking.to(tl.int32)) > 0:
+        may_go = shadow & (demanded == 0) & (evict != 0)
+        enter, places, _, num_go = choose(
+            scratch,
+            keys,
+            lacking,
+            may_go,
+            CAPACITY - tl.sum(shadow.to(tl.int32)),
+            num_demanded,
+            NUM_EXPERTS,
+            o_e,
+            m_e,
+            NUM_EXPERTS,
+            CAPACITY,
+            True,
+        )
+        stays = (shadow & ((may_go & (places < num_go)) == 0)) | enter
+    tl.store(to + o_e, stays.to(tl.int32), mask=m_e)

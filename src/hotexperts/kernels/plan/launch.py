@@ -9,9 +9,11 @@ import torch
 from hotexperts.errors import ConfigError
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
-from hotexperts.kernels.plan.layout import NUM_COUNTERS, PlanLayout
+from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, PlanLayout
 
 MAX_IDS = 512  # what every program may count by itself
+COUNT_PROGRAMS = 64  # of a launch that counts more
+COUNT_BLOCK = 32
 
 
 class PlanGather:
@@ -50,6 +52,7 @@ class PlanGather:
         self.state = layout.fresh(buffer.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
         self._rows, self._buffer = rows, buffer
+        self._counted = torch.zeros(layout.num_experts, dtype=torch.int32, device=buffer.device)
         self._powers = rules.lcp_table().to(buffer.device)
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
@@ -59,7 +62,7 @@ class PlanGather:
             "RULES": rules.KERNEL_RULES[layout.policy],
             "SCRATCH": layout.scratch,
             "SHADOW_SCRATCH": layout.shadow_scratch,
-            "MAY_BYPASS": layout.policy in ("auto", "adv"),
+            "MAY_BYPASS": layout.policy in BYPASSING_POLICIES,
             "ROW_WORDS": gather.row_words,
             "ROW_OFFSETS": gather.row_offsets,
             "SLOT_OFFSETS": gather.slot_offsets,
@@ -80,23 +83,30 @@ class PlanGather:
         *,
         evict: bool = True,
         max_bypassed: int = 0,
+        num_waves: int = 1,
     ) -> None:
         """One event, enqueued on the current stream.
 
         Args:
-            topk_ids: int32 or int64 `[T, K]`, contiguous, at most 512 ids; -1 is ignored.
+            topk_ids: int32 or int64 `[T, K]`, contiguous; -1 is ignored. More than 512 ids are
+                counted by a launch of their own.
             remapped: same shape and dtype, written: slots, -1 where a pair is not served.
             num_valid_tokens: int32 `[1]` on the device; tokens from there on are padding.
             evict: False admits into free slots only.
             max_bypassed: as for `Policy.decide`.
+            num_waves: what to add to the counter of waves.
         """
         from hotexperts.kernels.plan.triton import plan_gather_kernel
 
-        num_ids = topk_ids.numel()
-        assert num_ids <= MAX_IDS, num_ids
+        num_ids, top_k = topk_ids.numel(), topk_ids.shape[-1]
+        num_valid = self.state if num_valid_tokens is None else num_valid_tokens
+        has_num_valid = num_valid_tokens is not None
+        if num_ids > MAX_IDS:
+            self._count(topk_ids, num_valid, has_num_valid=has_num_valid)
         plan_gather_kernel[self._grid](
             topk_ids,
-            self.state if num_valid_tokens is None else num_valid_tokens,
+            num_valid,
+            self._counted,
             self.state,
             self.counters,
             remapped,
@@ -104,12 +114,32 @@ class PlanGather:
             self._buffer,
             self._powers,
             num_ids,
-            topk_ids.shape[-1],
+            top_k,
             max_bypassed,
             int(evict),
-            HAS_NUM_VALID=num_valid_tokens is not None,
+            num_waves,
+            HAS_NUM_VALID=has_num_valid,
+            HAS_COUNTS=num_ids > MAX_IDS,
             BLOCK_N=min(32, max(2, _power_of_two(num_ids))),
             **self._constants,
+        )
+
+    def _count(
+        self, topk_ids: torch.Tensor, num_valid: torch.Tensor, *, has_num_valid: bool
+    ) -> None:
+        from hotexperts.kernels.plan.count import count_kernel
+
+        self._counted.zero_()  # also where an interrupt kept the plan from following its count
+        count_kernel[(COUNT_PROGRAMS,)](
+            topk_ids,
+            num_valid,
+            self._counted,
+            topk_ids.numel(),
+            topk_ids.shape[-1],
+            NUM_EXPERTS=self.layout.num_experts,
+            HAS_NUM_VALID=has_num_valid,
+            BLOCK_E=self._constants["BLOCK_E"],
+            BLOCK_N=COUNT_BLOCK,
         )
 
 

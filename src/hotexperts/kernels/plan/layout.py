@@ -25,6 +25,12 @@ _FIELDS: dict[str, dict[str, int]] = {  # policy: field to its initial value
     | {f"held_{parity}_{j}": 0 for parity in range(2) for j in range(7)},
 }
 DEVICE_POLICIES = tuple(sorted(_FIELDS))
+BYPASSING_POLICIES = ("adv", "auto")
+
+
+def may_bypass(policy: str, num_demanded: int, capacity: int) -> bool:
+    """Whether a policy lets a miss pass by of its own will when so many experts are demanded."""
+    return policy in BYPASSING_POLICIES and 10 * num_demanded > 6 * capacity
 
 
 class Scalar(enum.IntEnum):

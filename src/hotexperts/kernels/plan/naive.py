@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 
 from hotexperts.kernels.plan import rules
-from hotexperts.kernels.plan.layout import NOWHERE, Counter, PlanLayout, Scalar
+from hotexperts.kernels.plan.layout import (
+    BYPASSING_POLICIES,
+    NOWHERE,
+    Counter,
+    PlanLayout,
+    Scalar,
+    may_bypass,
+)
 
 
 class Plan(NamedTuple):
@@ -33,6 +40,7 @@ def plan(
     num_valid_ids: int | None = None,
     evict: bool = True,
     max_bypassed: int = 0,
+    num_waves: int = 1,
 ) -> Plan:
     """One event; changes `state` and `counters` in place.
 
@@ -44,6 +52,7 @@ def plan(
         num_valid_ids: ids from this position on are padding and ignored; None: all count.
         evict: False admits into free slots only.
         max_bypassed: as for `Policy.decide`.
+        num_waves: what to add to the counter of waves.
     """
     num_experts = layout.num_experts
     ids = topk_ids.flatten().long().clone()
@@ -73,7 +82,7 @@ def plan(
         Counter.MISSES: len(misses),
         Counter.BYPASSES: len(misses) - len(admitted),
         Counter.EVICTIONS: len(victims),
-        Counter.WAVES: 1,
+        Counter.WAVES: num_waves,
     }.items():
         counters[counter] += amount
     remapped = torch.where(ids >= 0, slot_of.long()[ids.clamp(min=0)], NOWHERE)
@@ -95,12 +104,12 @@ def _admit(
     num_demanded: int,
     max_bypassed: int,
 ) -> torch.Tensor:
-    if layout.policy not in ("auto", "adv"):
+    if layout.policy not in BYPASSING_POLICIES:
         return misses[: num_free + len(candidates)]
     ranked = misses[score[misses].argsort(descending=True, stable=True)]
     challengers = ranked[num_free : num_free + len(candidates)]
     swaps = len(challengers)
-    if 10 * num_demanded > 6 * layout.capacity:
+    if may_bypass(layout.policy, num_demanded, layout.capacity):
         wins = int((score[challengers] > score[candidates[:swaps]]).sum())
         swaps = max(wins, swaps - max_bypassed)
     return ranked[: num_free + swaps].sort().values

@@ -12,10 +12,10 @@ NUM_AVERAGES: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
-def decay(values, use, DECAY: tl.constexpr, WEIGHT: tl.constexpr, SMALLEST: tl.constexpr):
-    """(decay * values) + (weight * use), each operation rounded; what is tiny becomes 0."""
-    values = values * DECAY
-    values = values + use * WEIGHT
+def decay(values, use, share, weight, SMALLEST: tl.constexpr):
+    """(share * values) + (weight * use), each operation rounded; what is tiny becomes 0."""
+    values = values * share
+    values = values + use * weight
     return tl.where(values < SMALLEST, 0.0, values)
 
 
@@ -75,27 +75,42 @@ def record_counts(
 
 
 @triton.jit
-def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: tl.constexpr):
-    """Each shadow's discounted hits after this event, `[8]`, and the index that it makes.
+def record_averages(
+    policy_at,
+    counts,
+    demanded,
+    o_e,
+    m_e,
+    NUM_EXPERTS: tl.constexpr,
+    POLICY: tl.constexpr,
+    RULES: tl.constexpr,
+):
+    """Ewma and auto: the bits of the averages, keys."""
+    first = load_float(policy_at, o_e, m_e)
+    if POLICY == "ewma":
+        first = decay(first, demanded.to(tl.float32), RULES[0], 1.0, RULES[1])
+        second, score = first, first
+    else:
+        use = tl.sqrt_rn(counts.to(tl.float32))
+        first = decay(first, use, RULES[0], RULES[1], RULES[6])
+        second = load_float(policy_at + NUM_EXPERTS, o_e, m_e)
+        second = decay(second, use, RULES[2], RULES[3], RULES[6])
+        score = first * RULES[4]
+        score = score + second * RULES[5]
+    return first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True), as_key(score)
 
-    Hits are at most 512 each, so that three sums travel in one.
-    """
-    packed_0 = tl.zeros_like(o_e)
-    packed_1 = tl.zeros_like(o_e)
-    packed_2 = tl.zeros_like(o_e)
-    for j in tl.static_range(NUM_SHADOWS):
-        held = tl.load(held_at + j * NUM_EXPERTS + o_e, mask=m_e & demanded, other=0)
-        if j < 3:
-            packed_0 += held << (10 * j)
-        elif j < 6:
-            packed_1 += held << (10 * (j - 3))
-        else:
-            packed_2 += held
+
+@triton.jit
+def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: tl.constexpr):
+    """Each shadow's discounted hits after this event, `[8]`, and the index that it makes."""
     o_j = tl.arange(0, 8)
-    total = tl.where(o_j < 3, tl.sum(packed_0), tl.sum(packed_1))
-    total = tl.where(o_j < 6, total, tl.sum(packed_2))
-    hits = (total >> (10 * (o_j % 3))) & 1023
     m_j = o_j < NUM_SHADOWS
+    held = tl.load(
+        held_at + o_j[:, None] * NUM_EXPERTS + o_e[None, :],
+        mask=m_j[:, None] & (m_e & demanded)[None, :],
+        other=0,
+    )
+    hits = tl.sum(held, axis=1)
     worth = tl.load(state + 3 + o_j, mask=m_j, other=0).to(tl.float32, bitcast=True)
     worth = worth * RULES[0]
     worth = worth + hits.to(tl.float32)
@@ -105,6 +120,15 @@ def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RUL
     home = tl.sum(tl.where(o_j == RULES[3], worth, 0.0))
     index = tl.where(best > home * RULES[1], index, RULES[3])
     return worth, index
+
+
+@triton.jit
+def pick(index, RULES: tl.constexpr, FIRST: tl.constexpr):
+    """Entry `index` of the seven in RULES from FIRST on, without a branch or a load."""
+    value = tl.where(index == 1, RULES[FIRST + 1], RULES[FIRST])
+    for j in tl.static_range(2, NUM_SHADOWS):
+        value = tl.where(index == j, RULES[FIRST + j], value)
+    return value
 
 
 @triton.jit
@@ -119,16 +143,12 @@ def adv_score(
 ):
     """The score of shadow `index` from the averages after this event."""
     use = tl.sqrt_rn(counts.to(tl.float32))
-    score = tl.zeros_like(use)
-    for j in tl.static_range(NUM_SHADOWS):
-        if index == j:
-            # RULES from 4 on: rows, mixes, then each average's decay and weight.
-            fast = load_float(policy_at + RULES[4 + j] * NUM_EXPERTS, o_e, m_e)
-            slow = load_float(policy_at + RULES[11 + j] * NUM_EXPERTS, o_e, m_e)
-            fast = decay(fast, use, RULES[32 + RULES[4 + j]], RULES[39 + RULES[4 + j]], RULES[2])
-            slow = decay(slow, use, RULES[32 + RULES[11 + j]], RULES[39 + RULES[11 + j]], RULES[2])
-            score = fast * RULES[18 + j]
-            score = score + slow * RULES[25 + j]
+    fast = load_float(policy_at + pick(index, RULES, 4) * NUM_EXPERTS, o_e, m_e)
+    slow = load_float(policy_at + pick(index, RULES, 11) * NUM_EXPERTS, o_e, m_e)
+    fast = decay(fast, use, pick(index, RULES, 46), pick(index, RULES, 53), RULES[2])
+    slow = decay(slow, use, pick(index, RULES, 60), pick(index, RULES, 67), RULES[2])
+    score = fast * pick(index, RULES, 18)
+    score = score + slow * pick(index, RULES, 25)
     return score
 
 
@@ -140,3 +160,17 @@ def adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: t
         at = policy_at + i * NUM_EXPERTS
         values = decay(load_float(at, o_e, m_e), use, RULES[32 + i], RULES[39 + i], RULES[2])
         tl.store(at + o_e, values.to(tl.int32, bitcast=True), mask=m_e)
+
+
+@triton.jit
+def add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves):
+    """Calls, hits, misses, bypasses, evictions, waves: see `Counter`."""
+    o_counter = tl.arange(0, 8)
+    gain = tl.where(o_counter == 1, num_demanded - num_missed, 1)
+    gain = tl.where(o_counter == 2, num_missed, gain)
+    gain = tl.where(o_counter == 3, num_missed - num_admitted, gain)
+    gain = tl.where(o_counter == 4, num_victims, gain)
+    gain = tl.where(o_counter == 5, num_waves, gain)
+    m_counter = o_counter < 6
+    totals = tl.load(counters + o_counter, mask=m_counter, other=0)
+    tl.store(counters + o_counter, totals + gain, mask=m_counter)

@@ -53,5 +53,9 @@ KERNEL_RULES: dict[str, tuple[float, ...]] = {  # what the kernel takes, by posi
         *(b for _, b in ADV_MIX),  # from 25
         *(decay for decay, _ in ADV_AVERAGES),  # from 32
         *(weight for _, weight in ADV_AVERAGES),  # from 39
+        *(ADV_AVERAGES[row][0] for row in ADV_FAST_ROW),  # from 46
+        *(ADV_AVERAGES[row][1] for row in ADV_FAST_ROW),  # from 53
+        *(ADV_AVERAGES[row][0] for row in ADV_SLOW_ROW),  # from 60
+        *(ADV_AVERAGES[row][1] for row in ADV_SLOW_ROW),  # from 67
     ),
 }

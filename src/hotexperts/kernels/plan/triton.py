@@ -13,16 +13,17 @@ import triton
 import triton.language as tl
 
 from hotexperts.kernels.gather.triton import copy_row
-from hotexperts.kernels.plan.choose import choose
+from hotexperts.kernels.plan.choose import choose, move_shadow
+from hotexperts.kernels.plan.count import count_ids, num_counted
 from hotexperts.kernels.plan.record import (
     NUM_AVERAGES,
     NUM_SHADOWS,
+    add_counters,
     adv_advance,
     adv_score,
     adv_worth,
     as_key,
-    decay,
-    load_float,
+    record_averages,
     record_counts,
 )
 
@@ -33,10 +34,11 @@ WORTH: tl.constexpr = tl.constexpr(3)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict"])
+@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves"])
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
+    counted,  # int32 [E]: uses of each expert; read if HAS_COUNTS
     state,  # int32, see PlanLayout
     counters,  # int64 [6]
     remapped,  # [N], dtype of topk_ids
@@ -47,6 +49,7 @@ def plan_gather_kernel(
     top_k,
     max_bypassed,  # misses that may pass by of the policy's own will
     evict,  # 0 admits into free slots only
+    num_waves,  # what the call is going to take, for the counters
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     POLICY: tl.constexpr,
@@ -55,6 +58,7 @@ def plan_gather_kernel(
     SHADOW_SCRATCH: tl.constexpr,
     MAY_BYPASS: tl.constexpr,
     HAS_NUM_VALID: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
@@ -77,14 +81,11 @@ def plan_gather_kernel(
     m_c = o_c < CAPACITY
 
     # What is demanded.
-    limit = num_ids
-    if HAS_NUM_VALID:
-        limit = tl.minimum(limit, tl.load(num_valid_tokens) * top_k)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for begin in range(0, num_ids, BLOCK_N):
-        o_n = begin + tl.arange(0, BLOCK_N)
-        b_ids = tl.load(topk_ids + o_n, mask=o_n < limit, other=-1).to(tl.int32)
-        counts += tl.sum((b_ids[None, :] == o_e[:, None]).to(tl.int32), axis=1)
+    limit = num_counted(num_valid_tokens, num_ids, top_k, HAS_NUM_VALID)
+    if HAS_COUNTS:
+        counts = tl.load(counted + o_e, mask=m_e, other=0)
+    else:
+        counts = count_ids(topk_ids, 0, BLOCK_N, limit, o_e, BLOCK_N)
     demanded = (counts > 0) & m_e
     num_demanded = tl.sum(demanded.to(tl.int32))
     slot_of = tl.load(slot_of_at + o_e, mask=m_e, other=-1)
@@ -95,32 +96,18 @@ def plan_gather_kernel(
     # The policy records the event.
     now = tl.load(state + CLOCK)
     uses = tl.load(state + USES)
-    first = tl.load(policy_at + o_e, mask=m_e, other=0)
-    second = first
-    if POLICY == "ewma":
-        score = decay(
-            load_float(policy_at, o_e, m_e), demanded.to(tl.float32), RULES[0], 1.0, RULES[1]
-        )
-        first = score.to(tl.int32, bitcast=True)
-        keys = as_key(score)
-    elif POLICY == "auto":
-        use = tl.sqrt_rn(counts.to(tl.float32))
-        fast = decay(load_float(policy_at, o_e, m_e), use, RULES[0], RULES[1], RULES[6])
-        slow = load_float(policy_at + NUM_EXPERTS, o_e, m_e)
-        slow = decay(slow, use, RULES[2], RULES[3], RULES[6])
-        score = fast * RULES[4]
-        score = score + slow * RULES[5]
-        first = fast.to(tl.int32, bitcast=True)
-        second = slow.to(tl.int32, bitcast=True)
-        keys = as_key(score)
-    elif POLICY == "adv":
+    if POLICY == "adv":
         held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_SHADOWS) * NUM_EXPERTS
         worth, index = adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES)
-        keys = as_key(adv_score(policy_at, counts, index, o_e, m_e, NUM_EXPERTS, RULES))
+        keys = tl.zeros([BLOCK_E], tl.int64)  # asked for only where something is missed
         # Each of the first programs also plays one shadow; it reads now and moves it later.
         shadow_keys = as_key(adv_score(policy_at, counts, i_program, o_e, m_e, NUM_EXPERTS, RULES))
         m_shadow = m_e & (i_program < NUM_SHADOWS)
         shadow = tl.load(held_at + i_program * NUM_EXPERTS + o_e, mask=m_shadow, other=0) > 0
+    elif POLICY == "ewma" or POLICY == "auto":
+        first, second, keys = record_averages(
+            policy_at, counts, demanded, o_e, m_e, NUM_EXPERTS, POLICY, RULES
+        )
     else:
         first, second, uses, keys = record_counts(
             policy_at,
@@ -149,6 +136,8 @@ def plan_gather_kernel(
     map_at = state + SCRATCH + 6 * NUM_EXPERTS
     target_at = map_at + NUM_EXPERTS
     if num_missed > 0:
+        if POLICY == "adv":
+            keys = as_key(adv_score(policy_at, counts, index, o_e, m_e, NUM_EXPERTS, RULES))
         expert_of = tl.load(expert_of_at + o_c, mask=m_c, other=0)
         is_free = (expert_of < 0) & m_c
         num_free = tl.sum(is_free.to(tl.int32))
@@ -210,15 +199,7 @@ def plan_gather_kernel(
         if num_missed > 0:
             tl.store(slot_of_at + o_e, new_slot_of, mask=m_e)
             tl.store(expert_of_at + target, o_e, mask=admitted)
-        num_bypassed = num_missed - num_admitted
-        o_counter = tl.arange(0, 8)
-        gain = tl.where(o_counter == 1, num_demanded - num_missed, 1)
-        gain = tl.where(o_counter == 2, num_missed, gain)
-        gain = tl.where(o_counter == 3, num_bypassed, gain)
-        gain = tl.where(o_counter == 4, num_victims, gain)
-        m_counter = o_counter < 6
-        totals = tl.load(counters + o_counter, mask=m_counter, other=0)
-        tl.store(counters + o_counter, totals + gain, mask=m_counter)
+        add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves)
 
     # Every program copies a share of every row.
     for i_copy in range(0, num_admitted):
@@ -243,25 +224,18 @@ def plan_gather_kernel(
     # The shadows move off the critical path, into the half of the state that nobody reads now.
     if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if i_program < NUM_SHADOWS:
-            lacking = demanded & (shadow == 0)
-            may_go = shadow & (demanded == 0) & (evict != 0)
-            free = CAPACITY - tl.sum(shadow.to(tl.int32))
-            own = (state + SHADOW_SCRATCH).to(tl.pointer_type(tl.int64))
-            enter, places, _, num_go = choose(
-                own + i_program * 3 * NUM_EXPERTS,
+            other_half = (NUM_AVERAGES + ((now + 1) & 1) * NUM_SHADOWS) * NUM_EXPERTS
+            move_shadow(
+                policy_at + other_half + i_program * NUM_EXPERTS,
+                (state + SHADOW_SCRATCH).to(tl.pointer_type(tl.int64))
+                + i_program * 3 * NUM_EXPERTS,
+                shadow,
                 shadow_keys,
-                lacking,
-                may_go,
-                free,
+                demanded,
                 num_demanded,
-                NUM_EXPERTS,
+                evict,
                 o_e,
                 m_e,
                 NUM_EXPERTS,
                 CAPACITY,
-                MAY_BYPASS,
             )
-            stays = (shadow & ((may_go & (places < num_go)) == 0)) | enter
-            other_half = (NUM_AVERAGES + ((now + 1) & 1) * NUM_SHADOWS) * NUM_EXPERTS
-            to = policy_at + other_half + i_program * NUM_EXPERTS
-            tl.store(to + o_e, stays.to(tl.int32), mask=m_e)

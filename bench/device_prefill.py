@@ -1,0 +1,132 @@
+"""Prefill of the OLMoE-1B-7B shape through a device-managed cache, all experts in use.
+
+    python bench/device_prefill.py --traces DIR --out bench/results/device-prefill.json
+
+Random weights; each token asks for 8 of 64 experts at random, so that every layer needs them all.
+"resident" is the same model with every expert on the GPU, "all" the cache with 64 slots, "quarter"
+with 16 slots, which are full: 48 experts a layer stream through the banks. Then a recorded sequence
+(replay R2) is decoded with such a prefill of 2048 tokens in its middle and without it: what its
+next 64 steps miss shows whether the prefill took anything away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+import olmoe
+from device_decode import link
+
+CASES = ("resident", "all", "quarter-lru", "quarter-auto", "quarter-adv")
+TRACE = "moe507m_dev.npz"
+NUM_TOKENS = (512, 2048, 8192)
+REPEAT = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.traces / TRACE)))
+        return
+    table = {case: child(case) for case in args.cases}
+    for row in table.values():
+        compare(row, table.get("resident"))
+    for case, row in table.items():
+        print(case, json.dumps(row))
+    if args.out:
+        machine.write(args.out, "device-prefill", {"shape": olmoe.SHAPE, "cases": table})
+
+
+def child(case: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+def compare(row: dict[str, Any], resident: dict[str, Any] | None) -> None:
+    for name, found in row["prefill"].items():
+        seconds = found["ms"]["median"] / 1e3
+        found["gb_s"] = found["missed_bytes"] / seconds / 1e9
+        found["part_of_link"] = found["gb_s"] / row["link_gb_s"]
+        if resident is not None:
+            found["ms_over_resident"] = (
+                found["ms"]["median"] - (resident["prefill"][name]["ms"]["median"])
+            )
+
+
+def measure(case: str, trace: Path) -> dict[str, Any]:
+    model = olmoe.build("cuda")
+    size, _, policy = case.partition("-")
+    if size == "resident":
+        model.to("cuda").set_experts_implementation("grouped_mm")
+    else:
+        import hotexperts.transformers as hot
+
+        capacity = olmoe.SHAPE["num_experts"] // (1 if size == "all" else 4)
+        options = {"policy": policy or "lru", "cache_mode": "device", "device": "cuda"}
+        hot.attach(model, expert_cache_size=capacity, **options)
+    replay = olmoe.Replay(trace, model, "cuda", max(NUM_TOKENS))
+    row: dict[str, Any] = {"link_gb_s": link()}
+    row["prefill"] = {str(n): prefill(model, replay, n) for n in NUM_TOKENS}
+    row["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    if size == "quarter":
+        row["capacity"] = model.expert_cache.capacity
+        row["bank_bytes"] = model.expert_cache.bank_nbytes
+        row["interleaved"] = interleaved(model, replay)
+    return row
+
+
+@torch.no_grad()
+def prefill(model: Any, replay: olmoe.Replay, num_tokens: int) -> dict[str, Any]:
+    cache = getattr(model, "expert_cache", None)
+    tokens = torch.arange(num_tokens, device="cuda").unsqueeze(0)
+    taken = []
+    for i in range(2 + REPEAT):
+        replay.show_random(num_tokens, seed=i)
+        if i == 2 and cache is not None:
+            cache.reset_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(tokens, use_cache=False, logits_to_keep=1)
+        torch.cuda.synchronize()
+        taken.append(1e3 * (time.perf_counter() - start))
+    missed = 0 if cache is None else cache.stats.bytes_moved // REPEAT
+    return {"ms": machine.spread(taken[2:]), "missed_bytes": missed}
+
+
+@torch.no_grad()
+def interleaved(model: Any, replay: olmoe.Replay, num_sequences: int = 4) -> dict[str, Any]:
+    """Experts missed in 64 steps after a prefill of another sequence, and without one."""
+    missed = {"with": 0, "without": 0}
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    prompt = torch.zeros(1, 2048, dtype=torch.int64, device="cuda")
+    for how in missed:
+        for sequence in range(num_sequences):
+            model.expert_cache.reset()
+            for step in range(128):
+                if step == 64:
+                    if how == "with":
+                        replay.show_random(2048, seed=sequence)
+                        model(prompt, use_cache=False, logits_to_keep=1)
+                    model.expert_cache.reset_stats()
+                replay.show(sequence, olmoe.PREFILL_TOKENS + step, 1)
+                model(token, use_cache=False)
+            missed[how] += model.expert_cache.stats.misses
+    return {"misses": missed, "more": missed["with"] / missed["without"] - 1}
+
+
+if __name__ == "__main__":
+    main()
