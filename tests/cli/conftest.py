@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,16 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
         return Result(status, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where Triton kernels run: on a GPU, or under the interpreter on the CPU."""
+    pytest.importorskip("triton")
+    import torch
+
+    has_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    return "cuda" if has_gpu else "cpu"
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,10 @@ from hotexperts.errors import CheckpointError
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 CPU = ("--device", "cpu", "--max-new-tokens", 4)
+DEVICE = ("--cache-mode", "device")
+COMMANDS = pytest.mark.parametrize(
+    "command", [("run", "--prompt", "x"), ("verify",)], ids=["run", "verify"]
+)
 
 
 def assert_one_line(result: Result, message: str) -> None:
@@ -55,6 +59,7 @@ def assert_one_line(result: Result, message: str) -> None:
         (["--prompt", "x", "--temperature", "inf"], "give 0 for the likeliest token, or at"),
         (["--prompt", "caf\udce9"], "--prompt is not valid UTF-8 (character 3)"),
         (["--prompt", "x", "--policy", "hotexperts.policy.base:Policy"], "is abstract"),
+        (["--prompt", "x", *DEVICE, "--policy", "slru"], "policy 'slru' has no kernel"),
     ],
     ids=lambda value: ascii(" ".join(value))[:60] if isinstance(value, list) else "",
 )
@@ -78,7 +83,37 @@ def test_bad_options_of_verify(argv: list[str], message: str, saved_model: Path,
     assert_one_line(cli("verify", saved_model, "--device", "cpu", *argv), message)
 
 
-@pytest.mark.parametrize("command", [("run", "--prompt", "x"), ("verify",)], ids=["run", "verify"])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--policy", "slru"], "policy 'slru' has no kernel"),
+        ([], "cache_mode 'device' needs a CUDA device, not cpu"),
+    ],
+)
+def test_verify_refuses_a_mode_before_the_resident_model_is_loaded(
+    argv: list[str], message: str, saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("hotexperts.cli.compare._resident", None)
+    assert_one_line(cli("verify", saved_model, "--device", "cpu", *DEVICE, *argv), message)
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--cache-mode", "gpu"), "cache_mode is 'gpu': use 'host' or 'device'"),
+        ((*DEVICE, "--expert-store", "file"), "use expert_store 'ram'"),
+    ],
+)
+def test_a_mode_that_means_nothing_is_refused_before_the_model_is_looked_for(
+    command: tuple[str, ...], argv: tuple[str, ...], message: str, tmp_path: Path, cli: Cli
+) -> None:
+    assert_one_line(cli(*command, tmp_path / "nowhere", *argv), message)
+
+
+@COMMANDS
 class TestBadCheckpoints:
     @pytest.fixture(autouse=True)
     def _command(self, command: tuple[str, ...], cli: Cli) -> None:

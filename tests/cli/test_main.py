@@ -16,9 +16,24 @@ from hotexperts.cli.main import main
     [
         (
             "run",
-            ["--expert-cache-size", "default: (auto)", "default: (where the tokenizer has one)"],
+            [
+                "--expert-cache-size",
+                "default: (auto)",
+                "default: (where the tokenizer has one)",
+                "--cache-mode",
+                "host|device",
+                "default: host",
+            ],
         ),
-        ("verify", ["--tolerance", "default: (1, a quarter, half and all of the experts)"]),
+        (
+            "verify",
+            [
+                "--cache-mode",
+                "default: host",
+                "--tolerance",
+                "default: (1, a quarter, half and all of the experts)",
+            ],
+        ),
     ],
 )
 def test_help_shows_options_and_defaults(

@@ -52,8 +52,23 @@ def test_greedy_output_is_the_resident_model_s(
         "num_layers": 2,
         "policy": "lru",
         "store": store,
+        "mode": "host",
         "reason": f"{size} slots a layer as asked",
     }
+
+
+@pytest.mark.interpret
+def test_the_device_may_run_the_policy(saved_model: Path, kernel_device: str, cli: Cli) -> None:
+    options = ("--expert-cache-size", 3, "--policy", "lfu", "--max-new-tokens", NUM_NEW)
+    command = ("run", saved_model, "--prompt", PROMPT, "--device", kernel_device, *options)
+    host = cli(*command, "--json").json
+    device = cli(*command, "--cache-mode", "device", "--json").json
+    assert (host["cache"]["mode"], device["cache"]["mode"]) == ("host", "device")
+    assert device["token_ids"] == host["token_ids"]
+    assert device["stats"]["misses"] > 0
+    report = cli(*command, "--cache-mode", "device")
+    assert (report.status, report.err) == (0, "")
+    assert "lfu, run by the device" in " ".join(report.out.split())
 
 
 def test_the_report_is_what_the_counters_say(
@@ -94,7 +109,8 @@ def test_text_first_then_the_report(saved_model: Path, greedy_ids: list[int], cl
     assert result.out.startswith(PROMPT + _text(greedy_ids) + "\n")
     report = " ".join(result.out.split())
     for part in (
-        "2 of 8 experts in each of 2 layers, lru; 2 slots a layer as asked",
+        "2 of 8 experts in each of 2 layers; 2 slots a layer as asked",
+        "policy lru, run by the host",
         f"{NUM_NEW} tokens, first after",
         f"({len(PROMPT)} of prompt)",
         "tok/s",

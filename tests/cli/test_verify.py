@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from cli.conftest import Cli
 from hotexperts.cache import FileStore
 from hotexperts.cli.compare import Step, _difference, _first_difference, _same_bits
+from hotexperts.transformers import load
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
@@ -46,6 +48,26 @@ def test_verify_every_family(family: str, tmp_path: Path, cli: Cli) -> None:
     assert [row["capacity"] for row in result.json["capacities"]] == [1, 8]
     assert [row["first_difference"] for row in result.json["capacities"]] == [None, None]
     assert all(row["stats"]["misses"] for row in result.json["capacities"])
+
+
+@pytest.mark.interpret
+def test_verify_a_cache_that_the_device_manages(
+    saved_model: Path, kernel_device: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        modes.append(model.expert_cache.mode)
+        return model
+
+    monkeypatch.setattr("hotexperts.cli.compare.load", spy)
+    options = ("--expert-cache-size", "1,3", "--cache-mode", "device", "--tokens", 4)
+    options = (*options, "--device", kernel_device)
+    data = cli("verify", saved_model, *options, "--json").json
+    assert (data["passed"], data["cache_mode"]) == (True, "device")
+    assert modes == ["host", "device", "device"], "one look at the model, then each size"
+    assert "lru run by the device" in " ".join(cli("verify", saved_model, *options).out.split())
 
 
 def test_verify_the_model_inside(cli: Cli) -> None:

@@ -14,18 +14,23 @@ from pathlib import Path
 import pytest
 from transformers.integrations.moe import use_experts_implementation
 
-from hotexperts.integrations.transformers.compat import KNOWN_DECORATOR_FLAGS, KNOWN_PARAMETERS
+from hotexperts.integrations.transformers.compat import (
+    KNOWN_DECORATOR_FLAGS,
+    KNOWN_PARAMETERS,
+    SHARED_EXPERTS,
+)
 
 pytestmark = pytest.mark.transformers
 
 DECORATOR = "use_experts_implementation"
 KNOWN_FLAGS = KNOWN_DECORATOR_FLAGS | {"experts_class"}
-# 3-D expert parameters outside the experts interface: each needs an adapter, or is refused.
+# 3-D expert parameters outside the experts interface: each needs an adapter or is refused, but for
+# shared experts, which need no cache.
 KNOWN_UNDECORATED = {
+    *SHARED_EXPERTS,
     "AriaGroupedExpertsGemm",  # until 5.17; Aria's experts are decorated later
     "JetMoeParallelExperts",
     "Llama4TextExperts",
-    "InklingSharedExperts",  # shared experts: every token uses them, nothing to cache
     "LongcatFlashExperts",
     "Step3p7Experts",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from pathlib import Path
@@ -479,7 +480,7 @@ _TINY_STEP3 = {
 }
 UNKNOWN_EXPERTS = {
     # Model type to its configuration and what must be named. DBRX keeps its weights one module
-    # deeper than its experts class, so that the model is what is named.
+    # deeper than its experts class.
     "dbrx": (
         {
             "d_model": 64,
@@ -490,7 +491,7 @@ UNKNOWN_EXPERTS = {
             "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48},
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
         },
-        r"Dbrx\w+ ",
+        r"DbrxExperts \(transformer\.blocks\.0\.ffn\.experts\)",
     ),
     "jetmoe": (
         {
@@ -546,6 +547,49 @@ def test_real_models_with_experts_of_unknown_form_are_named(model_type: str) -> 
     model = auto.from_config(config)
     with pytest.raises(UnsupportedModelError, match=named):
         hot.attach(model, expert_cache_size=2, device="cpu")
+
+
+def linear_experts(model: Any) -> torch.nn.Module:
+    class SharedExperts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4, bias=False)
+
+    return SharedExperts()
+
+
+def listed_experts(model: Any) -> torch.nn.Module:
+    class ListedExperts(torch.nn.ModuleList):
+        pass
+
+    return ListedExperts(linear_experts(model) for _ in range(2))
+
+
+def wrapped_experts(model: Any) -> torch.nn.Module:
+    class WrappedExperts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(model.model.layers[0].mlp.experts)
+
+    return WrappedExperts()
+
+
+@pytest.mark.parametrize("make", [linear_experts, listed_experts, wrapped_experts])
+def test_experts_by_name_alone_are_not_refused(make: Any) -> None:
+    model = zoo.build_model("olmoe")
+    expected = logits(model)
+    model.model.layers[0].mlp.more = make(model)
+    cached = hot.attach(model, expert_cache_size=2, device="cpu", experts_algorithm="eager")
+    assert torch.equal(logits(cached), expected)
+
+
+def test_shared_experts_stay_with_the_other_weights(checkpoint: Any) -> None:
+    """Inkling stacks them like routed ones, but every token uses each."""
+    cached = load(checkpoint("inkling"))
+    kept = [name for name, _ in cached.named_parameters() if ".experts." in name]
+    shared = [p for name, p in cached.named_parameters() if ".shared_experts." in name]
+    assert (kept, len(shared), {p.dim() for p in shared}) == ([], 6, {3})
+    assert cached.expert_cache.names == tuple(f"model.layers.{i}.mlp.experts" for i in range(2))
 
 
 def test_an_unknown_experts_parameter_is_named() -> None:

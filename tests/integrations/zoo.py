@@ -135,6 +135,18 @@ _LLAMA4: Config = {
     "attention_chunk_size": 64,
 }
 
+_INKLING: Config = {
+    "n_shared_experts": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 16,
+    "d_rel": 8,
+    "rel_extent": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "logits_mup_width_multiplier": 1.0,
+}
+
 _FAMILY_CONFIGS: dict[str, Config] = {
     "olmoe": _PLAIN,
     "mixtral": _LOCAL,
@@ -183,9 +195,11 @@ _FAMILY_CONFIGS: dict[str, Config] = {
     "deepseek_v4": {**_ROUTED, **_DEEPSEEK_V4},
     "gemma4": {**_WIDTH, **_HEAD, **_SLIDING, **_GEMMA4},
     "minimax": {**_LOCAL, **_HEAD, **_LINEAR, "block_size": 16},
+    "inkling": {**_ROUTED, **_HEAD, **_INKLING},
 }
 _MODEL_TYPES = {
     "gemma4": "gemma4_text",
+    "inkling": "inkling_text",
     "llama4": "llama4_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -318,8 +332,17 @@ def _build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # initialisation, of what `_randomize` leaves alone
         model = AutoModelForCausalLM.from_config(built, dtype=dtype, **options)
+    _keep_in_float32(model)
     _randomize(model, torch.Generator().manual_seed(seed))
     return model.eval()
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """As `from_pretrained` does; `from_config` forgets it in Transformers 5.17."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in kept):
+            parameter.data = parameter.data.float()
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
+from hotexperts.cache.device import check_device_mode
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
@@ -35,7 +36,7 @@ class Comparison:
         prompt: text; None draws ids at random, and no tokenizer is needed.
         tolerance: on logits; 0 compares every bit of hidden states and logits.
         trust_remote_code: run Python code of the checkpoint.
-        load_options: more for `load`: device, dtype, policy, expert_store, ...
+        load_options: more for `load`: device, dtype, policy, expert_store, cache_mode, ...
     """
 
     path: str
@@ -80,8 +81,15 @@ def verify_model(wanted: Comparison) -> Data:
 
 
 def _look(wanted: Comparison) -> tuple[Data, list[int]]:
-    """What the model is, and the prompt's ids."""
-    probe = _cached(wanted, "1", expert_store="file")
+    """What the model is, and the prompt's ids.
+
+    Raises:
+        ConfigError: a cache mode that cannot work here, before the long part begins.
+    """
+    probe = _cached(wanted, "1", expert_store="file", cache_mode="host")
+    if wanted.load_options["cache_mode"] == "device":
+        for provider in probe.expert_cache.providers:
+            check_device_mode(provider.store.layout, probe.expert_cache.policy, probe.device)
     return _describe(wanted, probe), _prompt_ids(wanted, probe)
 
 
@@ -94,6 +102,7 @@ def _describe(wanted: Comparison, model: Any) -> Data:
         "dtype": str(model.dtype).removeprefix("torch."),
         "algorithm": wanted.algorithm,
         "policy": cache.policy,
+        "cache_mode": wanted.load_options["cache_mode"],
         "num_experts": min(p.store.num_experts for p in cache.providers),
         "num_layers": len(cache.providers),
         "num_tokens": wanted.num_tokens,

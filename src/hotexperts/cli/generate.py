@@ -179,6 +179,7 @@ class Session:
                 "num_layers": len(cache.providers),
                 "policy": cache.policy,
                 "store": cache.store,
+                "mode": cache.mode,
                 "reason": cache.reason,
             },
         }

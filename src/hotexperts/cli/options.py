@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from hotexperts import demo
-from hotexperts.config import AUTO
+from hotexperts.config import AUTO, CACHE_MODES, CacheConfig, CacheMode
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.policy import POLICIES
 
@@ -57,6 +57,14 @@ ExpertStore = Annotated[
     Store,
     typer.Option(
         help="Copy experts into host memory (ram), or leave them in the checkpoint (file)."
+    ),
+]
+CacheModeName = Annotated[
+    str,
+    typer.Option(
+        "--cache-mode",
+        help="Let Python decide which experts to copy (host), or a kernel on the GPU (device).",
+        metavar="|".join(CACHE_MODES),
     ),
 ]
 WeightsDtype = Annotated[
@@ -110,6 +118,15 @@ def check_text(text: str, where: str) -> str:
             f"{where} is not valid UTF-8 (character {error.start}): give it in that encoding"
         ) from error
     return text
+
+
+def check_cache_mode(mode: str, store: Store) -> None:
+    """Refuse a mode that is none, or that cannot read from where the experts live.
+
+    Raises:
+        ConfigError: either.
+    """
+    CacheConfig(store=store.value, mode=cast(CacheMode, mode))
 
 
 def cache_size(size: str | None, gib: float | None) -> str:

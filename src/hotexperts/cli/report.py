@@ -35,6 +35,7 @@ def run_report(data: Data) -> RenderableType:
     for name, value in (
         ("model", f"{data['model']} ({data['model_class']}, {data['dtype']}, {data['device']})"),
         ("cache", _cache(data["cache"])),
+        ("policy", f"{data['cache']['policy']}, run by the {data['cache']['mode']}"),
         ("experts", _experts(data["stats"])),
         ("speed", _speed(data)),
         ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
@@ -73,7 +74,7 @@ def verify_report(data: Data) -> RenderableType:
 def _cache(cache: Data) -> str:
     return (
         f"{cache['capacity']} of {cache['num_experts']} experts in each of {cache['num_layers']} "
-        f"layers, {cache['policy']}; {cache['reason']}"
+        f"layers; {cache['reason']}"
     )
 
 
@@ -142,7 +143,8 @@ def _verify_title(data: Data) -> str:
     return (
         f"{data['model']}: cached against resident, {data['algorithm']}, {data['dtype']}, "
         f"{data['device']}, {data['num_prompt_tokens']} tokens of prompt and "
-        f"{data['num_tokens']} generated, {data['num_layers']} layers"
+        f"{data['num_tokens']} generated, {data['num_layers']} layers, {data['policy']} run by "
+        f"the {data['cache_mode']}"
     )
 
 

@@ -58,6 +58,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    cache_mode: options.CacheModeName = "host",
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
@@ -93,6 +94,7 @@ def run(
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         _check(prompt, interactive, as_json, size, policy)
+        options.check_cache_mode(cache_mode, expert_store)
         _check_draws(temperature, seed)
         path = options.model_path(model)
         session = _open(
@@ -106,6 +108,7 @@ def run(
             expert_cache_size=size,
             policy=policy,
             expert_store=expert_store.value,
+            cache_mode=cache_mode,
             device=device,
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,

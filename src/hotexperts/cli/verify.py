@@ -42,6 +42,7 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
+    cache_mode: options.CacheModeName = "host",
     tolerance: Annotated[
         float,
         typer.Option(
@@ -69,6 +70,7 @@ def verify(
         for size in sizes if expert_cache_size is None else sizes or [expert_cache_size]:
             parse_cache_size(size)
         POLICIES.load(policy)
+        options.check_cache_mode(cache_mode, expert_store)
         options.check_text(prompt or "", "--prompt")
         path = options.model_path(model)
 
@@ -79,6 +81,7 @@ def verify(
             "dtype": dtype.value,
             "policy": policy,
             "expert_store": expert_store.value,
+            "cache_mode": cache_mode,
             "check_host_memory": not no_host_memory_check,
         }
         data = verify_model(

@@ -32,6 +32,8 @@ KNOWN_PARAMETERS = frozenset(
 )
 # Where it is true, ids of num_experts and above are nobody's (5.17 takes them so without it).
 SENTINEL_FLAG = "_is_expert_parallel"
+# Stacked, but every token uses them: they stay with the model's other weights.
+SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 _SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
 _SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts"})
 

@@ -12,7 +12,11 @@ from torch import nn
 from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.integrations.transformers import llama4
-from hotexperts.integrations.transformers.compat import KNOWN_PARAMETERS, is_decorated_experts
+from hotexperts.integrations.transformers.compat import (
+    KNOWN_PARAMETERS,
+    SHARED_EXPERTS,
+    is_decorated_experts,
+)
 
 # What the experts functions need to know of every class; older releases leave some out.
 _FLAG_DEFAULTS = {"has_post_expert_norm": False, "_is_expert_parallel": False}
@@ -147,6 +151,21 @@ def _top_k(module: nn.Module, num_experts: int) -> int:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
-    """An undecorated class called ...Experts with stacked weights of its own."""
-    stacked = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
-    return type(module).__name__.endswith("Experts") and stacked
+    """An undecorated class called ...Experts with stacked weights, its own or those of a part."""
+    name = type(module).__name__
+    return name.endswith("Experts") and name not in SHARED_EXPERTS and _holds_a_stack(module)
+
+
+def _holds_a_stack(module: nn.Module) -> bool:
+    """Whether the module or a part of it, at any depth, owns a matrix or a stack of them.
+
+    Linear layers do not count: they make a plain MLP, or experts that nobody stacked. Nor do
+    decorated experts, which are known.
+    """
+    if any(p is not None and p.dim() >= 2 for p in module._parameters.values()):
+        return True
+    return any(
+        _holds_a_stack(part)
+        for part in module.children()
+        if not isinstance(part, nn.Linear) and not is_decorated_experts(part)
+    )
