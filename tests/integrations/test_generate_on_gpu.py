@@ -32,8 +32,11 @@ def load(mode: str, size: int = 6) -> tuple[Any, torch.Tensor]:
 
 def test_generate_with_a_static_cache_and_cuda_graphs() -> None:
     """`generate` compiles the decode step whole, and Inductor captures it."""
+    from torch._dynamo.utils import counters
     from transformers import CompileConfig
 
+    torch._dynamo.reset()
+    counters.clear()
     found = {}
     for mode in ("resident", "host", "device"):
         model, ids = load(mode)
@@ -45,6 +48,8 @@ def test_generate_with_a_static_cache_and_cuda_graphs() -> None:
         ).tolist()
         if mode == "device":
             assert model.expert_cache.stats.misses > 0
+            assert counters["stats"]["unique_graphs"] > 0
+            assert counters["inductor"]["cudagraph_skips"] == 0
     assert found["device"] == found["host"] == found["resident"]
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 
 import pytest
 import torch
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
-from hotexperts.kernels.plan import DEVICE_POLICIES
+from hotexperts.kernels.plan import DEVICE_POLICIES, Counter
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.interpret
@@ -50,7 +51,7 @@ def poison(device: DeviceWeightProvider) -> None:
     """Bytes that are a bf16 NaN, and no expert's bias."""
     device.buffer.fill_(-1)
     for bank in device._banks.buffers if device._banks else []:
-        bank.fill_(255)
+        bank.fill_(255)  # the ledgers still say that the banks hold nothing
 
 
 @pytest.mark.parametrize("policy", DEVICE_POLICIES)
@@ -75,9 +76,11 @@ def test_device_equals_host(policy: str) -> None:
 
 
 def counted(provider: DeviceWeightProvider | CachedWeightProvider) -> dict[str, int]:
-    """The counters but for waves: the host leaves out those that turn out to be empty."""
+    """The counters but for waves, which the host leaves out where they turn out to be empty, and
+    for bytes, of which a prefill of nearly all experts moves a few more."""
     found = provider.stats.as_dict()
     assert found.pop("waves") > 0
+    assert found.pop("bytes_moved") >= found["misses"] * provider.store.layout.nbytes
     return found
 
 
@@ -102,6 +105,37 @@ def test_calls_over_capacity_equal_the_host(policy: str, capacity: int) -> None:
         assert read(host, topk_ids, prefill=prefill) == expected
         assert device.slot_of == host.slots.slot_of
         assert counted(device) == counted(host)
+
+
+def test_the_next_layers_first_experts_come_ahead() -> None:
+    """A prefill of all experts fills the banks for the layer that follows; wrong guesses cost."""
+    stores = [make_store() for _ in range(3)]
+    banks = StreamBanks(stores[0].layout, 8, torch.device(DEVICE))
+    layers = [DeviceWeightProvider(s, 5, device=DEVICE, banks=banks) for s in stores]
+    for this, following in itertools.pairwise(layers):
+        this.next_provider = following
+    everyone = torch.arange(NUM_EXPERTS, device=DEVICE).view(-1, 4)
+    some = everyone[:3]
+    for layer in layers:
+        read(layer, everyone[:1])
+        layer.prepare(torch.tensor([[20, 21, 22, 23, 20]], device=DEVICE))
+    copied = [0, 0, 0]
+
+    def copies_of(layer: int) -> int:
+        before = copied[layer]
+        copied[layer] = int(layers[layer].kernel.counters[Counter.COPIES])
+        return copied[layer] - before
+
+    for layer in range(3):
+        copies_of(layer)
+    for asked, expected in (
+        ([everyone, everyone, everyone], [19, 19, 19]),  # two parts of 8 come ahead, none twice
+        ([some, everyone, some], [11, 19, 16]),  # 11 of these 16 were not in vain
+    ):
+        for index, ids in enumerate(asked):
+            values = [float(e) for e in ids.flatten().tolist()]
+            assert read(layers[index], ids, prefill=True) == values
+        assert [copies_of(i) for i in range(3)] == expected
 
 
 def test_the_number_of_waves_follows_from_the_shape() -> None:

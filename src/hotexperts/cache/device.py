@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+from typing import Any
 
 import torch
 
@@ -22,6 +24,8 @@ from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.stats import CacheStats
 
+_layer_numbers = itertools.count()
+
 
 class DeviceWeightProvider(StreamingProvider):
     """Slots, store and policy of one layer; kernels decide and copy.
@@ -37,6 +41,10 @@ class DeviceWeightProvider(StreamingProvider):
         banks: as for `CachedWeightProvider`.
         turn: as for `CachedWeightProvider`.
         num_programs: programs that copy; few leave the GPU to compute that runs beside.
+
+    Attributes:
+        next_provider: of the layer that follows in the model. Between two prefill calls the banks
+            fill for it before its router has spoken.
 
     Raises:
         ConfigError: a capacity outside 1 to E, a policy without a kernel, or tensors whose size
@@ -66,6 +74,7 @@ class DeviceWeightProvider(StreamingProvider):
             raise ConfigError("the store is not page-locked: make it with pin=True")
         super().__init__(store, capacity, device, banks, turn)
         self.capacity = capacity
+        self.next_provider: DeviceWeightProvider | None = None
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
@@ -74,11 +83,11 @@ class DeviceWeightProvider(StreamingProvider):
         self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
         if self._banks is not None:
             self._fill = BankFill(
-                store.num_experts,
-                self._banks.num_rows,
+                self.kernel,
                 _gather_layout(store.layout, self._banks.num_rows),
+                self._banks.num_rows,
                 rows,
-                self.plan.view(self.kernel.state, "passed"),
+                next(_layer_numbers),
                 num_programs=num_programs,
             )
 
@@ -104,13 +113,19 @@ class DeviceWeightProvider(StreamingProvider):
         """
         with self._turn.taken():
             num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
+            # Then there are banks waves for all that may be absent.
+            may_cover_all = prefill and topk_ids.numel() >= self.store.num_experts
             first = self._event(
-                topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed
+                topk_ids,
+                num_parts=num_parts,
+                evict=not prefill,
+                max_bypassed=max_bypassed,
+                may_cover_all=may_cover_all,
             )
             if num_parts == 0:
                 yield first
             else:
-                yield from self._in_waves(topk_ids, first, num_parts)
+                yield from self._in_waves(topk_ids, first, num_parts, prefill=prefill)
 
     @property
     def stats(self) -> CacheStats:
@@ -123,7 +138,7 @@ class DeviceWeightProvider(StreamingProvider):
             bypasses=counts[Counter.BYPASSES],
             evictions=counts[Counter.EVICTIONS],
             waves=counts[Counter.WAVES],
-            bytes_moved=counts[Counter.MISSES] * self.store.layout.nbytes,
+            bytes_moved=counts[Counter.COPIES] * self.store.layout.nbytes,
         )
 
     @property
@@ -163,42 +178,42 @@ class DeviceWeightProvider(StreamingProvider):
         return -(-most // size), 0 if prefill else free_choice
 
     def _event(
-        self,
-        topk_ids: torch.Tensor,
-        *,
-        num_parts: int = 0,
-        evict: bool = True,
-        max_bypassed: int = 0,
+        self, topk_ids: torch.Tensor, *, num_parts: int = 0, **how: Any
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        self.kernel(
-            topk_ids,
-            remapped,
-            evict=evict,
-            max_bypassed=max_bypassed,
-            num_waves=1 + num_parts,
-        )
+        self.kernel(topk_ids, remapped, num_waves=1 + num_parts, **how)
         return ExpertWeightResult(self.tensors, remapped, is_partial=num_parts > 0)
 
-    def _in_waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int) -> Waves:
+    def _in_waves(
+        self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int, *, prefill: bool
+    ) -> Waves:
         banks = self._banks
         assert banks is not None, "experts that pass by mean capacity < E, which has banks"
         topk_ids = topk_ids.contiguous()
-        local = torch.empty(
-            (num_parts, *topk_ids.shape), dtype=topk_ids.dtype, device=topk_ids.device
-        )
+        local = topk_ids.new_empty(num_parts, *topk_ids.shape)
+        buffers = [buffer.view(torch.int32) for buffer in banks.buffers]
+
+        def fill(part: int, bank: int) -> None:
+            self._fill(part, topk_ids, local[part], buffers[bank], banks.ledgers[bank])
+
+        def result(part: int, bank: int) -> ExpertWeightResult:
+            return ExpertWeightResult(banks.tensors[bank], local[part], is_partial=True)
+
         with banks.lane.ordered():
             yield from self._through_banks(
-                iter([first]),
-                num_parts,
-                lambda part, bank: self._fill(
-                    part, topk_ids, local[part], banks.buffers[bank].view(torch.int32)
-                ),
-                lambda part, bank: ExpertWeightResult(
-                    banks.tensors[bank], local[part], is_partial=True
-                ),
+                iter([first]), num_parts, fill, result, self._fill_ahead if prefill else None
             )
+
+    def _fill_ahead(self, bank: int) -> None:
+        """What the next layer will ask for first, if it asks for nearly all as this one does."""
+        following, banks = self.next_provider, self._banks
+        if following is None or following._banks is not banks or banks is None:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph must end with all of its branches joined
+        buffer = banks.buffers[bank].view(torch.int32)
+        following._fill.ahead(bank, self._fill.whole, buffer, banks.ledgers[bank])
 
 
 def check_device_mode(layout: ExpertLayout, policy: str, device: torch.device) -> None:

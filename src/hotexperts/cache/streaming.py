@@ -78,6 +78,7 @@ class StreamingProvider(ExpertWeightProvider):
         num_parts: int,
         fill: Callable[[int, int], None],
         result: Callable[[int, int], ExpertWeightResult],
+        fill_ahead: Callable[[int], None] | None = None,
     ) -> Waves:
         """The waves over the slots while the first banks fill, then one wave a part.
 
@@ -89,6 +90,7 @@ class StreamingProvider(ExpertWeightProvider):
             num_parts: parts of what passes by.
             fill: enqueues the copies of a part into a bank, on the lane.
             result: what to compute with for a part in a bank.
+            fill_ahead: enqueues copies for the next call into a bank that this one has done with.
         """
         assert self._banks is not None, "experts that pass by mean capacity < E, which has banks"
         lane = self._banks.lane
@@ -106,3 +108,6 @@ class StreamingProvider(ExpertWeightProvider):
             if part + NUM_BANKS < num_parts:
                 lane.wait_for_compute()
                 filled.append(fill_part(part + NUM_BANKS))
+            elif fill_ahead is not None:
+                with lane.copying_ahead():
+                    fill_ahead(part % NUM_BANKS)

@@ -22,21 +22,38 @@ class CopyLane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Copies first: compute that fills the GPU would keep them from starting.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._before_ahead: torch.cuda.Event | None = None
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
         """Around one layer call: earlier compute, then its copies, then later compute.
 
         Earlier compute may still read what the copies overwrite. The order holds also where the
-        call breaks off.
+        call breaks off. What was copied ahead for another call is not waited for.
         """
         self.wait_for_compute()
+        self._before_ahead = None
         try:
             yield
         finally:
             if self._stream is not None:
-                self._compute_stream().wait_stream(self._stream)
+                self.compute_after(self._before_ahead or self.mark())
+
+    @contextmanager
+    def copying_ahead(self) -> Iterator[None]:
+        """Inside, copies go to this lane for the next call: this one does not wait for them."""
+        if self._before_ahead is None:
+            self._before_ahead = self.mark()
+        self.wait_for_compute()
+        with self.copying():
+            yield
+
+    def outlives(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Memory that copies of this lane may still write to when the tensors are dropped."""
+        for tensor in tensors if self._stream is not None else []:
+            tensor.record_stream(self._stream)
 
     def wait_for_compute(self) -> None:
         """Later copies start after all compute that is enqueued now."""
@@ -73,6 +90,8 @@ class StreamBanks:
 
     Attributes:
         buffers: uint8, one a bank.
+        ledgers: int32 `[1 + num_rows]`, one a bank: which expert of which layer each row holds, for
+            the kernels that fill them.
         tensors: named tuples of `[num_rows, *shape]` in them.
         lane: on which the banks are filled.
         turn: of the providers that share the banks.
@@ -86,6 +105,11 @@ class StreamBanks:
         banks = [layout.allocate(num_rows, device) for _ in range(NUM_BANKS)]
         self.buffers = [buffer for buffer, _ in banks]
         self.tensors: list[Any] = [tensors for _, tensors in banks]
+        self.ledgers = [torch.full((1 + num_rows,), -1, dtype=torch.int32) for _ in banks]
+        for ledger in self.ledgers:
+            ledger[0] = 0
+        self.ledgers = [ledger.to(device) for ledger in self.ledgers]
+        self.lane.outlives(self.buffers + self.ledgers)
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -74,9 +75,13 @@ def attach_stores(
         )
         CachedExperts(layer.module, provider, device, options.algorithm)
         providers.append(provider)
+    for this, following in itertools.pairwise(providers):
+        if isinstance(this, DeviceWeightProvider) and isinstance(following, DeviceWeightProvider):
+            this.next_provider = following
     model.eval()
     guard(model, [layer.module for layer in found])
-    _keep_cuda_graphs_away(model)
+    if not all(provider.is_capturable for provider in providers):
+        _keep_cuda_graphs_away(model)
     model.expert_cache = ExpertCache(
         names=tuple(layer.name for layer in found),
         providers=tuple(providers),

@@ -20,6 +20,7 @@ from hotexperts.integrations.transformers import compat
 
 NAME = "hotexperts"
 PREFILL_MIN_TOKENS = 64  # calls of more tokens must not push decode's experts out
+MASKED_MAX_PAIRS = 4096  # from there on, picking a wave's pairs is worth a wait
 BATCHED_MAX_PAIRS = 64  # batched_mm copies the weights of every pair: only for few
 
 Algorithm: TypeAlias = Literal["auto", "eager", "batched_mm", "grouped_mm"]
@@ -85,21 +86,33 @@ class CachedExperts:
                 return self._sum_by_expert(itertools.chain([first], waves), hidden, index, weights)
             rows = hidden.new_zeros(index.numel(), hidden.shape[-1])
             for wave in itertools.chain([first], waves):
-                fill = self._fill_masked if wave.pairs is None else self._fill_rows
-                fill(algorithm, wave, hidden, rows)
+                self._fill(algorithm, wave, hidden, rows)
         weighted = rows * weights.reshape(-1, 1)
         return weighted.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _fill_rows(
+    def _fill(
         self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """Write the unweighted output of the wave's pairs into rows `[T * K, H]`."""
-        pairs, top_k = wave.pairs, wave.topk_ids.shape[-1]
-        assert pairs is not None
-        if pairs.numel() == 0:
-            return
+        pairs = wave.pairs
+        if pairs is None and len(rows) > MASKED_MAX_PAIRS and not _is_capturing(rows):
+            # The host waits until the wave is there; the next ones are on their way meanwhile.
+            pairs = (wave.topk_ids.flatten() >= 0).nonzero().flatten()
+        if pairs is None:
+            self._fill_masked(algorithm, wave, hidden, rows)
+        elif pairs.numel() > 0:
+            self._fill_pairs(algorithm, wave, pairs, hidden, rows)
+
+    def _fill_pairs(
+        self,
+        algorithm: str,
+        wave: ExpertWeightResult,
+        pairs: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
         proxy = self._proxy(wave)
-        tokens = hidden[pairs // top_k]
+        tokens = hidden[pairs // wave.topk_ids.shape[-1]]
         slots = wave.topk_ids.reshape(-1, 1)[pairs]
         ones = tokens.new_ones(len(pairs), 1)
         rows[pairs] = _multiply(algorithm, proxy)(proxy, tokens, slots, ones)
@@ -107,7 +120,7 @@ class CachedExperts:
     def _fill_masked(
         self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """The same where only the device knows the pairs: the others pass as a sentinel."""
+        """All pairs are computed with; those of other waves pass as a sentinel."""
         slots = wave.topk_ids.reshape(-1, 1)
         is_served = slots >= 0
         proxy = self._proxy(wave)
@@ -166,6 +179,10 @@ class CachedExperts:
             proxy.__dict__[compat.SENTINEL_FLAG] = wave.is_partial
             self._proxies[key] = proxy
         return proxy
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _multiply(algorithm: str, module: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from hotexperts.kernels.plan.layout import (
     Counter,
     PlanLayout,
     Scalar,
+    covers_all,
     may_bypass,
 )
 
@@ -41,6 +42,7 @@ def plan(
     evict: bool = True,
     max_bypassed: int = 0,
     num_waves: int = 1,
+    may_cover_all: bool = False,
 ) -> Plan:
     """One event; changes `state` and `counters` in place.
 
@@ -53,6 +55,7 @@ def plan(
         evict: False admits into free slots only.
         max_bypassed: as for `Policy.decide`.
         num_waves: what to add to the counter of waves.
+        may_cover_all: see `covers_all`.
     """
     num_experts = layout.num_experts
     ids = topk_ids.flatten().long().clone()
@@ -75,7 +78,10 @@ def plan(
     slot_of[victims] = NOWHERE
     slot_of[admitted] = slots.int()
     expert_of[slots] = admitted.int()
-    _note_passed(layout, state, misses, admitted)
+    whole = may_cover_all and covers_all(num_demanded, num_experts)
+    state[Scalar.WHOLE] = int(whole)
+    absent = (slot_of < 0).nonzero().flatten()
+    _note_passed(layout, state, absent if whole else misses[~torch.isin(misses, admitted)])
     for counter, amount in {
         Counter.CALLS: 1,
         Counter.HITS: num_demanded - len(misses),
@@ -83,6 +89,7 @@ def plan(
         Counter.BYPASSES: len(misses) - len(admitted),
         Counter.EVICTIONS: len(victims),
         Counter.WAVES: num_waves,
+        Counter.COPIES: len(admitted),
     }.items():
         counters[counter] += amount
     remapped = torch.where(ids >= 0, slot_of.long()[ids.clamp(min=0)], NOWHERE)
@@ -115,10 +122,7 @@ def _admit(
     return ranked[: num_free + swaps].sort().values
 
 
-def _note_passed(
-    layout: PlanLayout, state: torch.Tensor, misses: torch.Tensor, admitted: torch.Tensor
-) -> None:
-    passed = misses[~torch.isin(misses, admitted)]
+def _note_passed(layout: PlanLayout, state: torch.Tensor, passed: torch.Tensor) -> None:
     view = layout.view(state, "passed")
     view.fill_(NOWHERE)
     view[passed] = torch.arange(len(passed), dtype=torch.int32)

@@ -164,13 +164,13 @@ def adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: t
 
 @triton.jit
 def add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves):
-    """Calls, hits, misses, bypasses, evictions, waves: see `Counter`."""
+    """Calls, hits, misses, bypasses, evictions, waves, copies: see `Counter`."""
     o_counter = tl.arange(0, 8)
     gain = tl.where(o_counter == 1, num_demanded - num_missed, 1)
     gain = tl.where(o_counter == 2, num_missed, gain)
     gain = tl.where(o_counter == 3, num_missed - num_admitted, gain)
     gain = tl.where(o_counter == 4, num_victims, gain)
     gain = tl.where(o_counter == 5, num_waves, gain)
-    m_counter = o_counter < 6
-    totals = tl.load(counters + o_counter, mask=m_counter, other=0)
-    tl.store(counters + o_counter, totals + gain, mask=m_counter)
+    gain = tl.where(o_counter == 6, num_admitted, gain)
+    # Atomic, because a bank that fills ahead of this launch counts its copies too.
+    tl.atomic_add(counters + o_counter, gain.to(tl.int64), mask=o_counter < 7, sem="relaxed")
