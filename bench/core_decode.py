@@ -70,7 +70,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     built = time.perf_counter()
-    kind, _, budget = case.partition("-")
+    kind, _, rest = case.partition("-")
+    budget, _, policy = rest.partition("-")
     steps, sequences = args.steps, args.sequences
     if kind == "auto":
         model = dispatch(model, budget)
@@ -78,7 +79,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     elif kind == "cache":
         import hotexperts.transformers as hot
 
-        hot.attach(model, expert_cache_size=budget, kv_tokens=512, device="cuda")
+        options = {"policy": policy} if policy else {}
+        hot.attach(model, expert_cache_size=budget, kv_tokens=512, device="cuda", **options)
     else:
         model.to("cuda")
     loaded = time.perf_counter()
@@ -100,6 +102,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
 def cache_figures(cache: Any, run: Run) -> dict[str, Any]:
     return {
         "capacity": cache.capacity,
+        "policy": cache.policy,
         "staging": 0,
         "bank_bytes": cache.bank_nbytes,
         "reason": cache.reason,

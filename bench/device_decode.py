@@ -4,7 +4,9 @@
 
 Each case runs in a process of its own: random weights, routing replayed (R2), batch 1, a prefill of
 128 tokens, then decode steps with a static KV cache: one graph replay a step, timed one by one.
-"resident" is the same engine with every expert on the GPU. Serial floor = resident step + missed
+"resident" is the same engine with every expert on the GPU; "auto" is `device_map="auto"` and "host"
+the host-managed cache (what vLLM PR 37190 proposes: LRU in Python, a synchronisation a layer), both
+with Transformers' eager loop, which they need. Serial floor = resident step + missed
 bytes / (0.94 x link); percent of bound = max(resident step, missed bytes / link) / step.
 """
 
@@ -20,10 +22,18 @@ from typing import Any
 
 import torch
 
+import core_decode
 import machine
 import olmoe
 
-CASES = ("resident", "device-all", "device-6GiB-lru", "device-6GiB-adv")
+CASES = (
+    "resident",
+    "auto-6GiB",
+    "host-6GiB-lru",
+    "device-6GiB-lru",
+    "device-6GiB-adv",
+    "device-all",
+)
 TRACE = "moe507m_dev.npz"
 MAX_POSITIONS = 384
 
@@ -44,7 +54,7 @@ def main() -> None:
     for row in table.values():
         add_bounds(row, table.get("resident"))
     for case, row in table.items():
-        print(case, json.dumps(row))
+        print(case, json.dumps(row), flush=True)
     if args.out:
         results = {"shape": olmoe.SHAPE, "replay": "R2", "cases": table}
         machine.write(args.out, "device-decode", results)
@@ -70,10 +80,15 @@ def add_bounds(row: dict[str, Any], resident: dict[str, Any] | None) -> None:
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    kind, _, rest = case.partition("-")
+    if kind in ("auto", "host"):
+        name = case.replace("host-", "cache-")
+        return core_decode.measure(
+            name, argparse.Namespace(traces=args.traces, steps=96, sequences=2)
+        )
     model = olmoe.build("cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    kind, _, rest = case.partition("-")
     if kind == "resident":
         model.to("cuda").set_experts_implementation("batched_mm")
     else:

@@ -25,7 +25,7 @@ import machine
 import olmoe
 from device_decode import link
 
-CASES = ("resident", "all", "quarter-lru", "quarter-auto", "quarter-adv")
+CASES = ("resident", "all", "quarter-lru", "quarter-adv")
 TRACE = "moe507m_dev.npz"
 NUM_TOKENS = (512, 2048, 8192)
 REPEAT = 5
@@ -108,7 +108,7 @@ def prefill(model: Any, replay: olmoe.Replay, num_tokens: int) -> dict[str, Any]
 
 
 @torch.no_grad()
-def interleaved(model: Any, replay: olmoe.Replay, num_sequences: int = 4) -> dict[str, Any]:
+def interleaved(model: Any, replay: olmoe.Replay, num_sequences: int = 2) -> dict[str, Any]:
     """Experts missed in 64 steps after a prefill of another sequence, and without one."""
     missed = {"with": 0, "without": 0}
     token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")

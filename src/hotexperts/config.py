@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _MOST = 2**63 - 1  # bytes or slots: more is a slip, and Python may refuse to print it
 _MOST_DIGITS = 40
 AUTO: Literal["auto"] = "auto"
+DEFAULT_KV_TOKENS = 4096
+DEFAULT_POLICY = "adv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
+def round_up_bytes(num_bytes: float) -> str:
+    """A size that a user may give, `parse_bytes` reads, and is at least so many bytes."""
+    factor = next((unit for unit in (2**30, 2**20, 2**10) if num_bytes >= 10 * unit), 1)
+    name = next(name for name, size in _UNITS.items() if size == factor)
+    return f"{math.ceil(num_bytes / factor)}{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What a user may choose about a cache.
@@ -118,7 +128,7 @@ class CacheConfig:
     """
 
     size: CacheSize = AUTO
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     store: StoreKind = "ram"
     mode: CacheMode = "host"
     check_host_memory: bool = True

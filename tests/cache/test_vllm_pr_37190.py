@@ -33,7 +33,7 @@ def make_provider(
     capacity: int, device: str = "cpu", weights: dict[str, torch.Tensor] | None = None
 ) -> CachedWeightProvider:
     store = CPUBackingStore.from_tensors(weights or make_weights(), pin=device == "cuda")
-    return CachedWeightProvider(store, capacity, device=device)
+    return CachedWeightProvider(store, capacity, policy="lru", device=device)
 
 
 def ids(*experts: int, device: str = "cpu") -> torch.Tensor:

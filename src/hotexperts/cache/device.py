@@ -12,7 +12,7 @@ import torch
 from hotexperts.cache.provider import ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
-from hotexperts.cache.transfer import StreamBanks
+from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.formats import ExpertLayout
@@ -75,6 +75,7 @@ class DeviceWeightProvider(StreamingProvider):
         super().__init__(store, capacity, device, banks, turn)
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
+        self._may_have_rows_ahead = False
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
@@ -200,9 +201,16 @@ class DeviceWeightProvider(StreamingProvider):
         def result(part: int, bank: int) -> ExpertWeightResult:
             return ExpertWeightResult(banks.tensors[bank], local[part], is_partial=True)
 
+        # What came ahead is there: its banks are wanted again before the slots are.
+        slots_at = NUM_BANKS if prefill and self._may_have_rows_ahead else 0
         with banks.lane.ordered():
             yield from self._through_banks(
-                iter([first]), num_parts, fill, result, self._fill_ahead if prefill else None
+                iter([first]),
+                num_parts,
+                fill,
+                result,
+                slots_at=slots_at,
+                fill_ahead=self._fill_ahead if prefill else None,
             )
 
     def _fill_ahead(self, bank: int) -> None:
@@ -213,6 +221,7 @@ class DeviceWeightProvider(StreamingProvider):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph must end with all of its branches joined
         buffer = banks.buffers[bank].view(torch.int32)
+        following._may_have_rows_ahead = True
         following._fill.ahead(bank, self._fill.whole, buffer, banks.ledgers[bank])
 
 

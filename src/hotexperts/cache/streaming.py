@@ -78,9 +78,11 @@ class StreamingProvider(ExpertWeightProvider):
         num_parts: int,
         fill: Callable[[int, int], None],
         result: Callable[[int, int], ExpertWeightResult],
+        *,
+        slots_at: int = 0,
         fill_ahead: Callable[[int], None] | None = None,
     ) -> Waves:
-        """The waves over the slots while the first banks fill, then one wave a part.
+        """Waves over the slots, by default while the first banks fill, and one wave a part.
 
         A bank is filled again only after the compute that reads it; the caller is inside
         `lane.ordered()`.
@@ -90,6 +92,7 @@ class StreamingProvider(ExpertWeightProvider):
             num_parts: parts of what passes by.
             fill: enqueues the copies of a part into a bank, on the lane.
             result: what to compute with for a part in a bank.
+            slots_at: the waves over the slots come before this part.
             fill_ahead: enqueues copies for the next call into a bank that this one has done with.
         """
         assert self._banks is not None, "experts that pass by mean capacity < E, which has banks"
@@ -101,8 +104,9 @@ class StreamingProvider(ExpertWeightProvider):
             return lane.mark()
 
         filled: list[Any] = [fill_part(part) for part in range(min(NUM_BANKS, num_parts))]
-        yield from slot_waves
         for part in range(num_parts):
+            if part == slots_at:
+                yield from slot_waves
             lane.compute_after(filled[part])
             yield result(part, part % NUM_BANKS)
             if part + NUM_BANKS < num_parts:
@@ -111,3 +115,5 @@ class StreamingProvider(ExpertWeightProvider):
             elif fill_ahead is not None:
                 with lane.copying_ahead():
                     fill_ahead(part % NUM_BANKS)
+        if slots_at >= num_parts:
+            yield from slot_waves

@@ -1,5 +1,6 @@
 """Which expert leaves, and which is let in? One file a policy, one contract (`base.Policy`)."""
 
+from hotexperts.config import DEFAULT_POLICY
 from hotexperts.policy.base import Policy
 from hotexperts.registry import Registry
 
@@ -18,6 +19,5 @@ POLICIES: Registry[Policy] = Registry(
         "slru": "hotexperts.policy.slru:SLRU",
     },
 )
-DEFAULT_POLICY = "lru"
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]
