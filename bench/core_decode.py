@@ -80,7 +80,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         import hotexperts.transformers as hot
 
         options = {"policy": policy} if policy else {}
-        hot.attach(model, expert_cache_size=budget, kv_tokens=512, device="cuda", **options)
+        options |= {"cache_mode": "host", "device": "cuda"}
+        hot.attach(model, expert_cache_size=budget, kv_tokens=512, **options)
     else:
         model.to("cuda")
     loaded = time.perf_counter()

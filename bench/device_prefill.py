@@ -25,7 +25,7 @@ import machine
 import olmoe
 from device_decode import link
 
-CASES = ("resident", "all", "quarter-lru", "quarter-adv")
+CASES = ("resident", "all", "quarter-adv")
 TRACE = "moe507m_dev.npz"
 NUM_TOKENS = (512, 2048, 8192)
 REPEAT = 5

@@ -146,14 +146,22 @@ def test_the_number_of_waves_follows_from_the_shape() -> None:
         ("lru", 10, 4, False, 2),  # 16 ids: at most 6 pass by
         ("lru", 10, 400, False, 3),  # at most 24 - 10
         ("lru", 10, 4, True, 3),  # no slot may be taken: all 14 that may be absent
-        ("auto", 10, 1, False, 1),  # 4 ids: a light call, nobody is turned away
-        ("auto", 10, 2, False, 2),  # 8 of 10 slots: a busy one, up to 8 may be
+        ("auto", 10, 2, False, 1),  # 8 ids for 10 slots: nobody is turned away
         ("lru", 24, 400, True, 1),  # everything is resident
     ):
         provider = DeviceWeightProvider(store, capacity, policy=policy, device=DEVICE)
         ids = torch.zeros(num_tokens, 4, dtype=torch.int64, device=DEVICE)
         assert len(list(provider.waves(ids, prefill=prefill))) == num_waves
         assert provider.stats.waves == num_waves
+
+
+def test_a_policy_may_turn_experts_away_where_a_wave_pays() -> None:
+    """From 32 experts on, and of AUTO's own rule from 6 tenths of the slots on."""
+    store = make_store(64)
+    for capacity, num_tokens, num_waves in ((60, 8, 1), (60, 10, 2), (34, 7, 1), (34, 8, 2)):
+        provider = DeviceWeightProvider(store, capacity, policy="auto", device=DEVICE)
+        ids = torch.zeros(num_tokens, 4, dtype=torch.int64, device=DEVICE)
+        assert len(list(provider.waves(ids))) == num_waves
 
 
 def test_a_prefill_fills_free_slots_and_evicts_nobody() -> None:

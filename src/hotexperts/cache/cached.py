@@ -90,8 +90,7 @@ class CachedWeightProvider(StreamingProvider):
         with self._turn.taken():
             ids, demand, counts = self._read(topk_ids)
             hits = [e for e in demand if e in self.slots.residency.residents]
-            # What passes by of the policy's own will costs at most one wave more.
-            limit = self.slots.num_staging + (self._banks.num_rows if self._banks else 0)
+            limit = self.slots.num_staging + self._free_bypasses(topk_ids)
             decision = self._decide(demand, counts, evict=not prefill, max_bypassed=limit)
             if len(decision.bypassed) <= self.slots.num_staging:
                 yield self._at_once(topk_ids, ids, decision)

@@ -162,9 +162,6 @@ class DeviceWeightProvider(StreamingProvider):
             self.plan.clear(self.kernel.state)
             self.reset_stats()
 
-    def _most_demanded(self, topk_ids: torch.Tensor) -> int:
-        return min(topk_ids.numel(), self.store.num_experts)
-
     def _most_bypassed(self, topk_ids: torch.Tensor, *, prefill: bool) -> tuple[int, int]:
         """Bank waves that ids of this shape may need, and how many experts may pass by freely.
 
@@ -173,7 +170,8 @@ class DeviceWeightProvider(StreamingProvider):
         if self._banks is None:
             return 0, 0
         size, needed = self._banks.num_rows, self._most_demanded(topk_ids)
-        free_choice = size if may_bypass(self.plan.policy, needed, self.capacity) else 0
+        may_choose = may_bypass(self.plan.policy, needed, self.capacity)
+        free_choice = self._free_bypasses(topk_ids) if may_choose else 0
         most = needed if prefill else max(0, needed - self.capacity) + free_choice
         most = min(most, self.store.num_experts - self.capacity)
         return -(-most // size), 0 if prefill else free_choice

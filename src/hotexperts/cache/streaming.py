@@ -16,6 +16,8 @@ from hotexperts.errors import ConfigError
 from hotexperts.sizing import bank_rows
 from hotexperts.stats import CacheStats
 
+MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
+
 
 class StreamingProvider(ExpertWeightProvider):
     """A provider whose large calls stream experts through two banks.
@@ -71,6 +73,16 @@ class StreamingProvider(ExpertWeightProvider):
     @abstractmethod
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
+
+    def _most_demanded(self, topk_ids: torch.Tensor) -> int:
+        """Distinct experts that ids of this shape may ask for."""
+        return min(topk_ids.numel(), self.store.num_experts)
+
+    def _free_bypasses(self, topk_ids: torch.Tensor) -> int:
+        """How many may pass by of the policy's own will: one wave of them, where it may pay."""
+        if self._banks is None or self._most_demanded(topk_ids) < MIN_DEMAND_TO_BYPASS:
+            return 0
+        return self._banks.num_rows
 
     def _through_banks(
         self,

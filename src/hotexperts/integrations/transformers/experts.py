@@ -20,7 +20,7 @@ from hotexperts.integrations.transformers import compat
 
 NAME = "hotexperts"
 PREFILL_MIN_TOKENS = 64  # calls of more tokens must not push decode's experts out
-MASKED_MAX_PAIRS = 16384  # beyond, picking a wave's pairs is worth the host's waiting for it
+MASKED_MAX_PAIRS = 4096  # beyond, picking a wave's pairs is worth the host's waiting for it
 BATCHED_MAX_PAIRS = 64  # batched_mm copies the weights of every pair: only for few
 
 Algorithm: TypeAlias = Literal["auto", "eager", "batched_mm", "grouped_mm"]
