@@ -1,4 +1,4 @@
-"""The Python blocks of the README run, and its commands exist."""
+"""The Python blocks of the documents run, commands and files exist, the models are the zoo's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,39 @@ import typer
 
 from hotexperts.cli.main import app
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES)
+PACKAGE = ROOT / "src/hotexperts"
+HOMES = (  # what names of files may be relative to
+    ROOT,
+    ROOT / "src",
+    PACKAGE,
+    PACKAGE / "cache",
+    PACKAGE / "kernels/plan",
+    PACKAGE / "integrations/transformers",
+)
+needs_transformers = pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="needs Transformers"
+)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    text = README.read_text() + TRACES.read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.mark.transformers
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs Transformers")
+@needs_transformers
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split("\n")[0])
-def test_python_blocks_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(
+    block: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, str(README), "exec"), {})
     assert capsys.readouterr().out.strip()
 
@@ -34,3 +56,27 @@ def test_every_option_in_the_readme_exists() -> None:
         parameters = root.commands[command].params
         known = {name for p in parameters for name in (*p.opts, *p.secondary_opts)}
         assert set(re.findall(r"--[a-z-]+", rest)) <= known, (command, rest)
+
+
+@pytest.mark.transformers
+@needs_transformers
+def test_the_listed_models_are_the_tested_ones() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from integrations import zoo
+
+    listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", MODELS.read_text(), flags=re.MULTILINE))
+    tested = [zoo.model_type(family) for family in zoo.FAMILIES]
+    assert listed == {name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in tested}
+    assert f"[{len(listed)} model families](docs/models.md)" in README.read_text()
+    assert [name for name in zoo.OTHERS if f"`{name}`" not in MODELS.read_text()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_file_in_the_documents_exists(document: Path) -> None:
+    text = document.read_text()
+    named = re.findall(r"`([\w./-]+(?:\.py|\.json|\.md|/))`", text)
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    missing = {*named, *linked} - {"config.json"}  # a model's
+    missing -= {name for name in missing for home in HOMES if (home / name).exists()}
+    assert missing == set()

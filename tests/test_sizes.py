@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from hotexperts.config import Bytes, CacheConfig, format_bytes, parse_bytes, parse_cache_size
+from hotexperts.config import (
+    Bytes,
+    CacheConfig,
+    format_bytes,
+    parse_bytes,
+    parse_cache_size,
+    round_up_bytes,
+)
 from hotexperts.errors import ConfigError
 from hotexperts.sizing import (
     LayerShape,
@@ -83,6 +92,30 @@ def test_a_budget_becomes_the_most_slots_that_fit() -> None:
 def test_a_budget_below_one_token_is_refused_with_the_sum() -> None:
     with pytest.raises(ConfigError, match=r"holds 1 slots a layer, the model uses 4 experts"):
         capacity_for_budget(10_000, 500, LAYERS)
+
+
+@pytest.mark.parametrize("scale", [1, 1000, 10**6])
+@pytest.mark.parametrize("num_experts", [4, 5, 16])
+def test_the_refusal_of_a_budget_says_what_is_enough(num_experts: int, scale: int) -> None:
+    layers = [LayerShape(num_experts, top_k=4, row_nbytes=1000 * scale)] * 3
+    with pytest.raises(ConfigError) as caught:
+        capacity_for_budget(scale, 500 * scale, layers)
+    found = re.search(r"give at least (\w+), or ask for a shorter context", str(caught.value))
+    assert found is not None
+    enough = parse_bytes(found[1])
+    assert capacity_for_budget(enough, 500 * scale, layers).capacity >= 4
+    with pytest.raises(ConfigError):
+        capacity_for_budget(int(enough * 0.9), 500 * scale, layers)
+
+
+def test_more_experts_a_token_than_a_layer_has_need_no_more_than_all() -> None:
+    with pytest.raises(ConfigError, match="uses 4 experts a token: 4 slots x 1 layers"):
+        capacity_for_budget(1000, 0, [LayerShape(num_experts=4, top_k=9, row_nbytes=1000)])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1023, 10 * 2**10, 10**9 + 1, 7.3 * 2**30, 2.0**50])
+def test_bytes_rounded_up_are_a_size_again(num_bytes: float) -> None:
+    assert num_bytes <= parse_bytes(round_up_bytes(num_bytes)) <= 1.1 * num_bytes
 
 
 def test_slots_above_the_experts_are_not_clamped() -> None:

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ def main() -> None:
     contents = {
         "run": fenced(f'hotexperts {" ".join(RUN)} "{PROMPT}"', command([*RUN, PROMPT])),
         "verify": fenced("hotexperts verify", command(["verify"])),
+        "python": plain(output([sys.executable, "-c", python_block(text)])),
         "decode": decode_table(),
         "load": load_table(),
     }
@@ -53,8 +55,23 @@ def fenced(shown: str, output: str) -> str:
     return f"```\n$ {shown}\n{output}\n```"
 
 
+def plain(shown: str) -> str:
+    return f"```\n{shown}\n```"
+
+
+def python_block(text: str) -> str:
+    """The README's first example."""
+    found = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert found
+    return found[1]
+
+
 def command(arguments: list[str]) -> str:
-    done = subprocess.run(["hotexperts", *arguments], capture_output=True, text=True, check=True)
+    return output(["hotexperts", *arguments])
+
+
+def output(argv: list[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return "\n".join(line.rstrip() for line in done.stdout.strip("\n").split("\n"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotexperts.config import format_bytes
+from hotexperts.config import format_bytes, round_up_bytes
 from hotexperts.errors import ConfigError
 
 RESERVE = 0.05  # of the budget, for allocator fragments and what nobody foresees
@@ -83,7 +83,7 @@ def capacity_for_budget(
     """
     slot_bytes = sum(shape.row_nbytes for shape in layers)
     most = min(shape.num_experts for shape in layers)
-    least = max(shape.top_k for shape in layers)
+    least = _least_capacity(layers)
     room = int(budget_bytes * (1 - RESERVE)) - other_bytes
     capacity = next(
         (
@@ -93,15 +93,8 @@ def capacity_for_budget(
         ),
         0,
     )
-    if capacity < min(least, most):
-        needed = least * slot_bytes + banks_nbytes(layers, least) + other_bytes
-        raise ConfigError(
-            f"a GPU budget of {format_bytes(budget_bytes)} holds {capacity} slots a layer, the "
-            f"model uses {least} experts a token: {least} slots x {len(layers)} layers "
-            f"({format_bytes(least * slot_bytes)}), two banks "
-            f"({format_bytes(banks_nbytes(layers, least))}) and the rest "
-            f"({format_bytes(other_bytes)}) need {format_bytes(needed / (1 - RESERVE))}"
-        )
+    if capacity < least:
+        raise ConfigError(_too_small(budget_bytes, other_bytes, layers, capacity))
     reason = (
         f"{capacity} slots a layer: {format_bytes(budget_bytes)} - 5 % - "
         f"{format_bytes(other_bytes)} (other weights, KV, workspace) - "
@@ -109,3 +102,28 @@ def capacity_for_budget(
         f"{format_bytes(slot_bytes)} a slot in {len(layers)} layers"
     )
     return SizePlan(capacity, reason)
+
+
+def _least_capacity(layers: Sequence[LayerShape]) -> int:
+    """Slots for the experts of one token."""
+    return min(max(shape.top_k for shape in layers), min(shape.num_experts for shape in layers))
+
+
+def _too_small(
+    budget_bytes: int, other_bytes: int, layers: Sequence[LayerShape], capacity: int
+) -> str:
+    """The sum that a budget does not hold, and a budget that would do."""
+    least = _least_capacity(layers)
+    most = min(shape.num_experts for shape in layers)
+    slot_bytes = sum(shape.row_nbytes for shape in layers)
+    cost = {n: n * slot_bytes + banks_nbytes(layers, n) for n in range(least, most + 1)}
+    num_slots = min(cost, key=cost.__getitem__)  # more slots may need less: the banks shrink
+    needed = (cost[num_slots] + other_bytes) / (1 - RESERVE)
+    return (
+        f"a GPU budget of {format_bytes(budget_bytes)} holds {capacity} slots a layer, the model "
+        f"uses {least} experts a token: {num_slots} slots x {len(layers)} layers "
+        f"({format_bytes(num_slots * slot_bytes)}), two banks "
+        f"({format_bytes(banks_nbytes(layers, num_slots))}) and the rest "
+        f"({format_bytes(other_bytes)}) need {format_bytes(needed)}: give at least "
+        f"{round_up_bytes(needed)}, or ask for a shorter context (--context, kv_tokens)"
+    )

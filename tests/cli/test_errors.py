@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ import transformers
 
 from cli.conftest import Cli, Result
 from hotexperts import demo
-from hotexperts.errors import CheckpointError
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 CPU = ("--device", "cpu", "--max-new-tokens", 4)
+REPOSITORY = "hotexperts.integrations.transformers.repository"
 DEVICE = ("--cache-mode", "device")
 COMMANDS = pytest.mark.parametrize(
     "command", [("run", "--prompt", "x"), ("verify",)], ids=["run", "verify"]
@@ -30,8 +31,8 @@ def assert_one_line(result: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "give one of --prompt TEXT and --interactive"),
-        (["--prompt", "x", "--interactive"], "give one of --prompt TEXT and --interactive"),
+        ([], "give --prompt TEXT or --interactive\n"),
+        (["--prompt", "x", "--interactive"], "give --prompt TEXT or --interactive, not both"),
         (["--interactive", "--json"], "--json prints one object: use it with --prompt"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x", "--expert-cache-size", "0"], "at least 1 slot"),
@@ -49,7 +50,9 @@ def assert_one_line(result: Result, message: str) -> None:
         (["--prompt", "x", "--policy", "nowhere:Best"], "fifo, "),
         (["--prompt", "x", "--device", "tpu9"], "device 'tpu9'"),
         (["--prompt", "x", "--chat"], "has no chat template"),
-        (["--prompt", "x", "--context", "4"], "more than the context of 4"),
+        (["--prompt", "x", "--context", "4"], "raise --context, at most 128"),
+        (["--prompt", "x" * 128], "it is all the model has: give a shorter prompt"),
+        (["--prompt", "x", "--max-new-tokens", "5000"], "give --max-new-tokens 127 or less\n"),
         (["--prompt", "x", "--context", "129"], "the model has 128 positions: give at most 128"),
         (["--prompt", "x", "--max-new-tokens", "128"], "more than the context of 128"),
         (["--prompt", "x", "--expert-cache-gib", "1e300"], "more than any GPU has"),
@@ -71,15 +74,26 @@ def test_bad_options_of_run(argv: list[str], message: str, saved_model: Path, cl
     ("argv", "message"),
     [
         (["--expert-cache-size", "1,0"], "at least 1 slot"),
-        (["--expert-cache-size", ""], "not a number with a unit"),
+        (["--expert-cache-size", ""], "--expert-cache-size '' is empty: list sizes such as"),
+        (["--expert-cache-size", ","], "--expert-cache-size ',' is empty: list sizes such as"),
         (["--expert-cache-size", "2,9"], "9, but a layer has only 8 experts"),
         (["--policy", "belady"], "unknown policy 'belady'"),
+        (["--expert-cache-size", "2,20KiB"], "a GPU budget of 20 KiB holds 0"),
+        (["--tokens", "100000"], "the model's 128 positions: give --tokens 96 or less"),
+        (["--prompt", "x" * 128], "the model's 128 positions: give a shorter prompt"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "caf\udce9"], "--prompt is not valid UTF-8 (character 3)"),
     ],
-    ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else "",
+    ids=lambda value: ascii(" ".join(value))[:60] if isinstance(value, list) else "",
 )
-def test_bad_options_of_verify(argv: list[str], message: str, saved_model: Path, cli: Cli) -> None:
+def test_bad_options_of_verify(
+    argv: list[str],
+    message: str,
+    saved_model: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hotexperts.cli.compare._resident", None)  # the long part
     assert_one_line(cli("verify", saved_model, "--device", "cpu", *argv), message)
 
 
@@ -122,6 +136,38 @@ class TestBadCheckpoints:
     def test_a_missing_folder(self, tmp_path: Path) -> None:
         assert_one_line(self.call(tmp_path / "nowhere"), "no such folder")
 
+    def test_a_name_that_the_hub_is_not_there_to_know(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def ask(url: str, **options: Any) -> None:
+            asked.append(url)
+            raise ConnectionError("no network\nat all")
+
+        monkeypatch.setattr(f"{REPOSITORY}.get_hf_file_metadata", ask)
+        assert_one_line(
+            self.call("nosuchmodel"),
+            "nosuchmodel: no such folder here, and the hub cannot be reached to look for a model "
+            "of that name: no network\n",
+        )
+        assert len(asked) == 1, "no second try, which would wait"
+
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        assert_one_line(self.call(tmp_path), f"{tmp_path}: holds no config.json: give the folder")
+
+    def test_no_weights(self, model_folder: Path) -> None:
+        for file in model_folder.glob("*.safetensors*"):
+            file.unlink()
+        message = f"error: {model_folder}: has a configuration but holds no weights: give a folder"
+        assert_one_line(self.call(model_folder), message)
+
+    def test_a_model_of_another_kind(self, model_folder: Path) -> None:
+        transformers.SwitchTransformersConfig().save_pretrained(model_folder)
+        assert_one_line(
+            self.call(model_folder), "AutoModelForCausalLM loads no switch_transformers"
+        )
+
     def test_a_file(self, model_folder: Path) -> None:
         assert_one_line(self.call(model_folder / "config.json"), "give the folder")
 
@@ -155,7 +201,11 @@ class TestBadCheckpoints:
 def test_a_model_without_tokenizer(model_folder: Path, cli: Cli) -> None:
     for file in model_folder.glob("tokenizer*"):
         file.unlink()
-    assert_one_line(cli("run", model_folder, "--prompt", "x", *CPU), "no tokenizer could be loaded")
+    result = cli("run", model_folder, "--prompt", "x", *CPU)
+    assert_one_line(result, "no tokenizer could be loaded")
+    assert result.err.endswith(
+        "its files (tokenizer.json, tokenizer_config.json) must be with the weights\n"
+    )
 
 
 def test_no_model_and_none_in_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +224,15 @@ def test_out_of_memory_names_the_knob(
     assert_one_line(result, "lower --expert-cache-size, or use --device cpu")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, cli: Cli) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
-        cli("verify", tmp_path / "nowhere", "--debug")
+def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path: Path, cli: Cli) -> None:
+    result = cli("verify", tmp_path / "nowhere", "--debug")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("Traceback (most recent call last)")
+    assert "in model_path" in result.err
+    assert result.err.splitlines()[-1] == f"error: {tmp_path / 'nowhere'}: no such folder"
+
+
+def test_a_bug_is_no_line(saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotexperts.transformers.load", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli("run", saved_model, "--prompt", "x", *CPU)

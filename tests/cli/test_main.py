@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import subprocess
 import sys
 from typing import Any
 
@@ -31,6 +32,7 @@ from hotexperts.cli.main import main
                 "--cache-mode",
                 "default: host",
                 "--tolerance",
+                "Slots a layer, 'auto', or budgets such as 6GiB, separated by commas.",
                 "default: (1, a quarter, half and all of the experts)",
             ],
         ),
@@ -47,6 +49,13 @@ def test_help_shows_options_and_defaults(
 
 def test_version(cli: Cli) -> None:
     assert cli("--version") == (0, f"hotexperts {hotexperts.__version__}\n", "")
+
+
+def test_the_package_is_a_command_too() -> None:
+    command = [sys.executable, "-m", "hotexperts"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"hotexperts {hotexperts.__version__}\n")
+    assert subprocess.run([*command, "fly"], capture_output=True).returncode == 2
 
 
 def test_an_unknown_command_or_option_is_a_usage_error(cli: Cli) -> None:
@@ -66,7 +75,8 @@ def test_a_missing_library_is_named_with_its_extra(
     result = cli("run", "somewhere", "--prompt", "x")
     assert (result.status, result.out) == (2, "")
     assert result.err == (
-        f"error: {missing} is not installed: pip install 'hotexperts[transformers]'\n"
+        f"error: {missing} is not installed: pip install -e '.[transformers]' in the source "
+        "folder\n"
     )
 
 

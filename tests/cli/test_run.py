@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from cli.conftest import CHARACTERS, Cli, save_tokenizer
 from hotexperts.cli.generate import Session
 from hotexperts.cli.text import TextPieces
+from hotexperts.policy import DEFAULT_POLICY
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
@@ -50,7 +51,7 @@ def test_greedy_output_is_the_resident_model_s(
         "capacity": size,
         "num_experts": zoo.NUM_EXPERTS,
         "num_layers": 2,
-        "policy": "lru",
+        "policy": DEFAULT_POLICY,
         "store": store,
         "mode": "host",
         "reason": f"{size} slots a layer as asked",
@@ -110,7 +111,8 @@ def test_text_first_then_the_report(saved_model: Path, greedy_ids: list[int], cl
     report = " ".join(result.out.split())
     for part in (
         "2 of 8 experts in each of 2 layers; 2 slots a layer as asked",
-        "policy lru, run by the host",
+        f"policy {DEFAULT_POLICY}, run by the host",
+        "evictions), ",
         f"{NUM_NEW} tokens, first after",
         f"({len(PROMPT)} of prompt)",
         "tok/s",
@@ -170,7 +172,7 @@ def test_a_loop_keeps_the_cache_and_goes_on_after_an_error(
     assert result.status == 0
     reports = [line for line in result.out.splitlines() if line.startswith(f"[{NUM_NEW} tokens")]
     assert len(reports) == 2
-    assert ", 0 misses), 0 B moved" in reports[1], "the same again, all resident"
+    assert ", 0 misses, 0 evictions), 0 B moved" in reports[1], "the same again, all resident"
     assert "80 tokens of prompt and 12 new ones are more than the context of 64" in result.err
 
 

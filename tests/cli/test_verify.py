@@ -9,7 +9,8 @@ import torch
 
 from cli.conftest import Cli
 from hotexperts.cache import FileStore
-from hotexperts.cli.compare import Step, _difference, _first_difference, _same_bits
+from hotexperts.cli.difference import Step, first_difference, max_difference, same_bits
+from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.transformers import load
 from integrations import zoo
 
@@ -67,7 +68,9 @@ def test_verify_a_cache_that_the_device_manages(
     data = cli("verify", saved_model, *options, "--json").json
     assert (data["passed"], data["cache_mode"]) == (True, "device")
     assert modes == ["host", "device", "device"], "one look at the model, then each size"
-    assert "lru run by the device" in " ".join(cli("verify", saved_model, *options).out.split())
+    assert f"{DEFAULT_POLICY} run by the device" in " ".join(
+        cli("verify", saved_model, *options).out.split()
+    )
 
 
 def test_verify_the_model_inside(cli: Cli) -> None:
@@ -84,6 +87,18 @@ def test_the_default_sizes_and_the_table(saved_model: Path, cli: Cli) -> None:
     assert result.out.count("identical") == 4
     for capacity in (1, 2, 4, 8):
         assert f"{capacity} of 8" in result.out
+
+
+def test_a_budget_gives_the_slots_that_run_gets(saved_model: Path, cli: Cli) -> None:
+    budget = ("--expert-cache-size", "400KiB", "--json")
+    ran = cli("run", saved_model, "--prompt", "x", "--max-new-tokens", 2, *budget, *CPU[:2]).json
+    verified = cli("verify", saved_model, *budget, *CPU).json
+    assert [row["capacity"] for row in verified["capacities"]] == [ran["cache"]["capacity"]]
+
+
+def test_auto_is_a_size_too(saved_model: Path, cli: Cli) -> None:
+    rows = cli("verify", saved_model, "--expert-cache-size", "auto, 2", "--json", *CPU).json
+    assert [row["capacity"] for row in rows["capacities"]] == [8, 2]
 
 
 def test_quantised_experts_are_compared_as_the_cache_keeps_them(tmp_path: Path, cli: Cli) -> None:
@@ -139,10 +154,10 @@ def test_a_tolerance_is_on_logits(
 
 def test_bits_count_not_values() -> None:
     zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
-    assert _same_bits(nan, nan.clone())
-    assert not _same_bits(zero, -zero)
-    assert not _same_bits(zero, zero.half())
-    assert _difference(zero, nan) == torch.inf
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.half())
+    assert max_difference(zero, nan) == torch.inf
 
 
 def test_the_first_difference_is_the_earliest_step_then_layer() -> None:
@@ -151,11 +166,11 @@ def test_the_first_difference_is_the_earliest_step_then_layer() -> None:
         return [Step([torch.zeros(n, 4) for _ in range(3)], torch.zeros(n, 5)) for n in shapes]
 
     found = steps()
-    assert _first_difference(steps(), found, 3) is None
+    assert first_difference(steps(), found, 3) is None
     found[2].logits[0, 1] = 7.0
     found[1].hidden[2][0, 0] = 2.0
     expected = {"position": 3, "where": "layer 1", "max_abs_difference": 2.0}
-    assert _first_difference(steps(), found, 3) == expected
+    assert first_difference(steps(), found, 3) == expected
     found[0].hidden[0][2, 0] = torch.nan
     expected = {"position": 2, "where": "embeddings", "max_abs_difference": None}
-    assert _first_difference(steps(), found, 3) == expected
+    assert first_difference(steps(), found, 3) == expected

@@ -15,9 +15,12 @@ import pytest
 from transformers.integrations.moe import use_experts_implementation
 
 from hotexperts.integrations.transformers.compat import (
+    COMPUTES_IN_FLOAT32,
     KNOWN_DECORATOR_FLAGS,
     KNOWN_PARAMETERS,
     SHARED_EXPERTS,
+    SUMS_IN_FLOAT32,
+    SUMS_IN_WEIGHTS_DTYPE,
 )
 
 pytestmark = pytest.mark.transformers
@@ -39,12 +42,18 @@ TENSOR_MAKERS = {"empty", "ones", "rand", "randn", "zeros"}
 
 @dataclass(frozen=True)
 class ExpertsClass:
-    """One class of the source: its decorator flags, and the dimensions of its parameters."""
+    """One class of the source: its decorator flags, and the dimensions of its parameters.
+
+    `sum_dtype` is that in which its loop adds up, as written, where this is not the input's;
+    `computes_in_float32` says that the loop casts what it multiplies.
+    """
 
     name: str
     is_decorated: bool
     flags: frozenset[str] = frozenset()
     parameters: dict[str, int] = field(default_factory=dict)
+    sum_dtype: str = ""
+    computes_in_float32: bool = False
 
 
 def scan(source: str) -> Iterator[ExpertsClass]:
@@ -56,7 +65,11 @@ def scan(source: str) -> Iterator[ExpertsClass]:
         if decorators or "Experts" in node.name:
             flags = (_flags(decorator) for decorator in decorators)
             yield ExpertsClass(
-                node.name, bool(decorators), frozenset().union(*flags), _parameters(node)
+                node.name,
+                bool(decorators),
+                frozenset().union(*flags),
+                _parameters(node),
+                *_loop(node),
             )
 
 
@@ -87,6 +100,26 @@ def _parameters(node: ast.ClassDef) -> dict[str, int]:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             found.update((_last_name(target), _dimensions(value)) for target in targets)
     return found
+
+
+def _loop(node: ast.ClassDef) -> tuple[str, bool]:
+    """Returns the dtype that `forward` adds up in, and whether it calls `.float()`."""
+    calls = [
+        call
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+    ]
+    dtypes = {
+        ast.unparse(keyword.value)
+        for call in calls
+        if _last_name(call) in ("zeros_like", "zeros", "new_zeros")
+        for keyword in call.keywords
+        if keyword.arg == "dtype"
+    }
+    dtype = " or ".join(sorted(dtypes - {"hidden_states.dtype"}))
+    return dtype, any(_last_name(call) == "float" for call in calls)
 
 
 def _dimensions(parameter: ast.Call) -> int:
@@ -139,6 +172,18 @@ def test_undecorated_classes_are_known(installed: list[ExpertsClass]):
     assert "Llama4TextExperts" in undecorated(installed)
 
 
+def test_the_dtypes_of_their_sums_are_known(installed: list[ExpertsClass]):
+    decorated = [c for c in installed if c.is_decorated]
+    found = {c.name: c.sum_dtype for c in decorated if c.sum_dtype}
+    known = {
+        **dict.fromkeys(SUMS_IN_FLOAT32, "torch.float32"),
+        **dict.fromkeys(SUMS_IN_WEIGHTS_DTYPE, "top_k_weights.dtype"),
+    }
+    assert {name: known.get(name) for name in found} == found
+    assert {c.name for c in decorated if c.computes_in_float32} <= COMPUTES_IN_FLOAT32
+    assert found["OpenAIPrivacyFilterExperts"]
+
+
 def test_the_decorator_takes_no_unknown_flag():
     assert set(inspect.signature(use_experts_implementation).parameters) <= KNOWN_FLAGS
 
@@ -156,6 +201,10 @@ class FishExperts(nn.Module):
     def __init__(self, config):
         self.weight = nn.Parameter(torch.zeros([8, 4, 2]))
 
+    def forward(self, hidden_states, index, weights):
+        total = torch.zeros_like(hidden_states, dtype=torch.float64)
+        total += self.weight[index].float()
+
 class FlatExperts(nn.Module):
     def __init__(self, config):
         self.weight = nn.Parameter(torch.zeros(8, 4))
@@ -163,3 +212,8 @@ class FlatExperts(nn.Module):
     classes = list(scan(source))
     assert unknown_parts(classes) == {"BirdExperts": {"has_wings", "**", "feathers"}}
     assert undecorated(classes) == {"FishExperts"}
+    assert [(c.sum_dtype, c.computes_in_float32) for c in classes] == [
+        ("", False),
+        ("torch.float64", True),
+        ("", False),
+    ]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     modeling_utils,
 )
 
@@ -241,6 +243,20 @@ def test_attach_to_a_loaded_model(checkpoint: Any) -> None:
         hot.attach(cached, expert_cache_size=3, device="cpu")
 
 
+def test_attach_takes_all_where_all_fits(checkpoint: Any) -> None:
+    cached = hot.attach(resident(checkpoint("olmoe"), "eager"), device="cpu")
+    assert cached.expert_cache.capacity == 8
+
+
+def test_the_cache_says_what_it_is_in_one_line(checkpoint: Any) -> None:
+    cached = load(checkpoint("olmoe"), 3, policy="lfu")
+    shown = "<ExpertCache: 3 of 8 experts in each of 2 layers, lfu run by the host, experts in file"
+    assert repr(cached.expert_cache) == f"{shown}, not used yet>"
+    logits(cached)
+    rate = 100 * cached.expert_cache.stats.hit_rate
+    assert repr(cached.expert_cache) == f"{shown}, {rate:.1f} % hits>"
+
+
 def test_install_serves_plain_from_pretrained(checkpoint: Any) -> None:
     hot.install(expert_cache_size=3, expert_store="file")
     path = checkpoint("olmoe")
@@ -357,6 +373,20 @@ def test_auto_says_what_it_chose(checkpoint: Any) -> None:
     assert cache.reason.startswith("8 slots a layer: ")
     budget = load(checkpoint("olmoe"), "500 KB", kv_tokens=16).expert_cache
     assert budget.reason.startswith("8 slots a layer: 488 KiB - 5 % - ")
+
+
+def test_a_budget_leaves_room_for_no_more_tokens_than_the_model_has_positions(
+    checkpoint: Any,
+) -> None:
+    path = checkpoint("olmoe")
+    reason = load(path, "500 KB", kv_tokens=128).expert_cache.reason
+    assert load(path, "500 KB").expert_cache.reason == reason
+    assert load(path, "500 KB", max_position_embeddings=64).expert_cache.reason != reason
+    full = resident(path, "eager")
+    attached = hot.attach(full, expert_cache_size="500 KB", device="cpu").expert_cache
+    assert attached.reason == reason
+    with pytest.raises(ConfigError, match="a GPU budget of 488 KiB holds 0"):
+        load(path, "500 KB", kv_tokens=4096)  # a wish is a wish: batches add up
 
 
 def test_too_little_host_memory_is_refused_before_loading(
@@ -581,6 +611,53 @@ def test_experts_by_name_alone_are_not_refused(make: Any) -> None:
     model.model.layers[0].mlp.more = make(model)
     cached = hot.attach(model, expert_cache_size=2, device="cpu", experts_algorithm="eager")
     assert torch.equal(logits(cached), expected)
+
+
+SPARSE = {"num_layers": 2, "num_experts": 8, "vocab_size": 96, "d_model": 32, "d_ff": 48}
+UNSTACKED_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "switch_transformers": (
+        {**SPARSE, "num_sparse_encoder_layers": 1, "num_heads": 2, "d_kv": 16},
+        r"SwitchTransformersExperts \(encoder\.block\.1\..*experts\) holds 8 experts as modules",
+    ),
+    "nllb-moe": (
+        {
+            **SPARSE,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_sparse_step": 1,
+        },
+        r"NllbMoeExperts \(model\.encoder\.layers\.0\.ffn\.experts\) holds \d experts as modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", UNSTACKED_EXPERTS)
+def test_experts_that_nobody_stacked_are_named(model_type: str) -> None:
+    settings, named = UNSTACKED_EXPERTS[model_type]
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **settings))
+    with pytest.raises(UnsupportedModelError, match=named):
+        hot.attach(model, expert_cache_size=2, device="cpu")
+
+
+@pytest.mark.parametrize("algorithm", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", zoo.OTHERS)
+def test_attached_equals_resident_whatever_dtype_it_adds_up_in(family: str, algorithm: str) -> None:
+    """Not in every Transformers, or no causal language models: attached, in bf16."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip("not in this Transformers")
+
+    def build() -> Any:
+        return zoo.build_other(family, experts_implementation=algorithm)
+
+    expected = logits(build())
+    for size in (1, 3, 8):
+        options = {"device": "cpu", "experts_algorithm": algorithm}
+        cached = hot.attach(build(), expert_cache_size=size, **options)
+        assert torch.equal(logits(cached), expected), size
 
 
 def test_shared_experts_stay_with_the_other_weights(checkpoint: Any) -> None:

@@ -147,6 +147,22 @@ _INKLING: Config = {
     "logits_mup_width_multiplier": 1.0,
 }
 
+_INKLING2: Config = {
+    name: value
+    for name, value in {**_ROUTED, **_HEAD, **_INKLING}.items()
+    if name not in ("n_shared_experts", "logits_mup_width_multiplier")
+}
+_LOOP: Config = {
+    "num_hidden_layers": 6,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+    "loop_layer_index_start": 2,
+    "loop_layer_index_end": 4,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 8,
+    "n_layers_per_attn_res_block": 2,
+    "unpadded_vocab_size": VOCAB_SIZE,
+}
+
 _FAMILY_CONFIGS: dict[str, Config] = {
     "olmoe": _PLAIN,
     "mixtral": _LOCAL,
@@ -204,7 +220,20 @@ _MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
+# Too new for some supported Transformers, or no causal language model. All add up in float32.
+OTHERS: dict[str, Config] = {
+    "inkling2_text": _INKLING2,
+    "inkling2_loop_text": {**_INKLING2, **_LOOP},
+    "openai_privacy_filter": {**_LOCAL, **_HEAD, "num_labels": 5},
+}
+
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
+
+
+def model_type(family: str) -> str:
+    """Returns `model_type` as the family's configuration says it."""
+    return _MODEL_TYPES.get(family, family)
+
 
 KNOWN_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("deepseek_v4", "5.17"): (
@@ -244,6 +273,23 @@ def build_model(
     """
     return _build(
         family, _FAMILY_CONFIGS[family], seed, dtype, experts_implementation=experts_implementation
+    )
+
+
+def build_other(
+    family: str, *, seed: int = 0, experts_implementation: str = "eager"
+) -> PreTrainedModel:
+    """Builds one of `OTHERS` in bfloat16, if the installed Transformers has it."""
+    auto_class = AutoModelForCausalLM
+    if family == "openai_privacy_filter":
+        auto_class = transformers.AutoModelForTokenClassification
+    return _build(
+        family,
+        OTHERS[family],
+        seed,
+        torch.bfloat16,
+        auto_class,
+        experts_implementation=experts_implementation,
     )
 
 
@@ -323,15 +369,20 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _build(
-    family: str, config: Config, seed: int, dtype: torch.dtype, **options: Any
+    family: str,
+    config: Config,
+    seed: int,
+    dtype: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    **options: Any,
 ) -> PreTrainedModel:
     fields = {**_COMMON, **config}
     if "layers_block_type" in fields:
         del fields["num_hidden_layers"]  # derived, and refused when given
-    built = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **fields)
+    built = AutoConfig.for_model(model_type(family), **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # initialisation, of what `_randomize` leaves alone
-        model = AutoModelForCausalLM.from_config(built, dtype=dtype, **options)
+        model = auto_class.from_config(built, dtype=dtype, **options)
     _keep_in_float32(model)
     _randomize(model, torch.Generator().manual_seed(seed))
     return model.eval()

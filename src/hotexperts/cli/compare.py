@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from hotexperts.cache.device import check_device_mode
 from hotexperts.cli.console import loading, quiet_libraries
+from hotexperts.cli.difference import Step, first_difference, max_difference, number_or_none
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
+from hotexperts.config import AUTO
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.stats import CacheStats
@@ -49,24 +52,18 @@ class Comparison:
     load_options: dict[str, Any]
 
 
-class Step(NamedTuple):
-    """One forward pass: embeddings and layers' outputs, logits `[tokens, vocabulary]`."""
-
-    hidden: list[torch.Tensor]
-    logits: torch.Tensor
-
-
 def verify_model(wanted: Comparison) -> Data:
     """Run the model resident, then through each cache, and compare.
 
     Raises:
-        ConfigError: a size above the number of experts, or an empty prompt.
+        ConfigError: a size above the number of experts or too small a budget, an empty prompt, or
+            more tokens than the model has positions.
         HotExpertsError: whatever `load` refuses.
     """
     data, ids = _look(wanted)
     _free_memory()
     sizes = wanted.sizes or _default_sizes(data["num_experts"])
-    _check_sizes(sizes, data["num_experts"])
+    _check_sizes(wanted, sizes, data["num_experts"])
     expected = _record(_resident(wanted, data["device"]), ids, [], wanted.num_tokens)
     _free_memory()
     tokens = [int(step.logits[-1].argmax()) for step in expected]
@@ -90,7 +87,20 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
     if wanted.load_options["cache_mode"] == "device":
         for provider in probe.expert_cache.providers:
             check_device_mode(provider.store.layout, probe.expert_cache.policy, probe.device)
-    return _describe(wanted, probe), _prompt_ids(wanted, probe)
+    ids = _prompt_ids(wanted, probe)
+    _check_length(wanted, len(ids), max_positions(probe.config))
+    return _describe(wanted, probe), ids
+
+
+def _check_length(wanted: Comparison, num_prompt_tokens: int, positions: int | None) -> None:
+    if positions is None or num_prompt_tokens + wanted.num_tokens <= positions:
+        return
+    room = positions - num_prompt_tokens
+    raise ConfigError(
+        f"{num_prompt_tokens} tokens of prompt and {wanted.num_tokens} generated ones are more "
+        f"than the model's {positions} positions: "
+        + (f"give --tokens {room} or less" if room > 0 else "give a shorter prompt")
+    )
 
 
 def _describe(wanted: Comparison, model: Any) -> Data:
@@ -114,11 +124,17 @@ def _default_sizes(num_experts: int) -> list[str]:
     return [str(n) for n in sorted({1, -(-num_experts // 4), -(-num_experts // 2), num_experts})]
 
 
-def _check_sizes(sizes: Sequence[str], num_experts: int) -> None:
-    """Refuse before the long part begins; budgets are left to `load`."""
+def _check_sizes(wanted: Comparison, sizes: Sequence[str], num_experts: int) -> None:
+    """Refuse before the long part begins; a budget needs the model, its experts left in the file.
+
+    "auto" asks for the memory that is free then, which is not known before.
+    """
     for size in sizes:
         if size.isdecimal():
             fixed_capacity(int(size), [LayerShape(num_experts, top_k=1, row_nbytes=0)])
+        elif size != AUTO:
+            _cached(wanted, size, expert_store="file", cache_mode="host")
+            _free_memory()
 
 
 def _prompt_ids(wanted: Comparison, model: Any) -> list[int]:
@@ -144,13 +160,13 @@ def _compare_at(
     """One cache size: the resident model's tokens are fed, so that one difference stays one."""
     found, capacity, stats = _record_cached(size, wanted, ids, tokens)
     _free_memory()
-    worst = max(_difference(a.logits, b.logits) for a, b in zip(expected, found, strict=True))
-    first = _first_difference(expected, found, len(ids))
+    worst = max(max_difference(a.logits, b.logits) for a, b in zip(expected, found, strict=True))
+    first = first_difference(expected, found, len(ids))
     return {
         "size": size,
         "capacity": capacity,
         "passed": first is None or worst <= wanted.tolerance > 0,
-        "max_abs_logits": _number_or_none(worst),
+        "max_abs_logits": number_or_none(worst),
         "first_difference": first,
         "num_equal_tokens": sum(
             int(step.logits[-1].argmax()) == token
@@ -179,48 +195,12 @@ def _record(model: Any, ids: list[int], forced: list[int], num_tokens: int) -> l
     return steps
 
 
-def _first_difference(
-    expected: list[Step], found: list[Step], num_prompt_tokens: int
-) -> Data | None:
-    """Where the two part first, step by step and, within a step, layer by layer."""
-    begin = 0
-    for a, b in zip(expected, found, strict=True):
-        names = ["embeddings", *(f"layer {i}" for i in range(len(a.hidden) - 1)), "logits"]
-        pairs = [*zip(a.hidden, b.hidden, strict=True), (a.logits, b.logits)]
-        for name, (left, right) in zip(names[-len(pairs) :], pairs, strict=True):
-            if not _same_bits(left, right):
-                rows = [not _same_bits(x, y) for x, y in zip(left, right, strict=True)]
-                return {
-                    "position": begin + rows.index(True),
-                    "where": name,
-                    "max_abs_difference": _number_or_none(_difference(left, right)),
-                }
-        begin = begin + 1 if begin else num_prompt_tokens
-    return None
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype:
-        return False
-    left_bytes, right_bytes = (t.contiguous().view(torch.uint8) for t in (left, right))
-    return bool(torch.equal(left_bytes, right_bytes))
-
-
 def _record_cached(
     size: str, wanted: Comparison, ids: list[int], tokens: list[int]
 ) -> tuple[list[Step], int, CacheStats]:
     model = _cached(wanted, size)
     found = _record(model, ids, tokens, wanted.num_tokens)
     return found, model.expert_cache.capacity, model.expert_cache.stats
-
-
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where a side is not a number."""
-    return float((left.double() - right.double()).abs().nan_to_num(nan=torch.inf).max())
-
-
-def _number_or_none(value: float) -> float | None:
-    return value if value != torch.inf else None
 
 
 def _cached(wanted: Comparison, size: str, **more: Any) -> Any:

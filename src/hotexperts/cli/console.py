@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -17,7 +18,7 @@ from hotexperts.errors import HotExpertsError
 
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
-_EXTRA = ("torch", "transformers", "accelerate", "safetensors")
+_EXTRA = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
 
 @contextmanager
@@ -25,14 +26,16 @@ def errors_as_one_line(debug: bool) -> Iterator[None]:
     """Inside, errors that a user can act on become a line on stderr and exit status 2.
 
     Args:
-        debug: let them through, with their traceback.
+        debug: show their traceback as well.
     """
     try:
         yield
     except Exception as error:
         message = _message(error)
-        if debug or message is None:
+        if message is None:
             raise
+        if debug:
+            traceback.print_exc()
         show_error(message)
         raise typer.Exit(EXIT_ERROR) from None
 
@@ -48,7 +51,9 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, HotExpertsError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA:
-        return f"{error.name} is not installed: pip install 'hotexperts[transformers]'"
+        return (
+            f"{error.name} is not installed: pip install -e '.[transformers]' in the source folder"
+        )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         return (
             f"out of GPU memory ({str(error).splitlines()[0]}): "

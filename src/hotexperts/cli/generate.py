@@ -13,6 +13,7 @@ from hotexperts.cli.console import quiet_libraries
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import TextPieces
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.stats import CacheStats, total
 
@@ -48,8 +49,8 @@ def context_length(path: str, wanted: int | None, default: int, *, trust_remote_
     """
     with quiet_libraries():
         config, _ = read_config(path, {"trust_remote_code": trust_remote_code})
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:  # a model without such a limit
+    positions = max_positions(config)
+    if positions is None:
         return wanted or default
     if wanted is not None and wanted > positions:
         raise ConfigError(
@@ -146,9 +147,18 @@ class Session:
         if num_prompt_tokens + new > context:
             raise ConfigError(
                 f"{num_prompt_tokens} tokens of prompt and {new} new ones are more than the "
-                f"context of {context}: raise --context as far as the model goes, or lower "
-                "--max-new-tokens"
+                f"context of {context}: {self._remedy(num_prompt_tokens)}"
             )
+
+    def _remedy(self, num_prompt_tokens: int) -> str:
+        """What to change for a prompt that is too long, or has too long an answer."""
+        context = self._sampling.context
+        most, room = max_positions(self._model.config), context - num_prompt_tokens
+        remedies = [f"give --max-new-tokens {room} or less"] if room > 0 else []
+        if most is None or context < most:
+            limit = "" if most is None else f", at most {most}"
+            remedies.append(f"raise --context{limit}")
+        return ", or ".join(remedies) or "it is all the model has: give a shorter prompt"
 
     def _generate_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -80,8 +80,8 @@ def _cache(cache: Data) -> str:
 
 def _experts(stats: Data) -> str:
     return (
-        f"{_percent(stats['hit_rate'])} hits ({stats['hits']} hits, {stats['misses']} misses), "
-        f"{format_bytes(stats['bytes_moved'])} moved"
+        f"{_percent(stats['hit_rate'])} hits ({stats['hits']} hits, {stats['misses']} misses, "
+        f"{stats['evictions']} evictions), {format_bytes(stats['bytes_moved'])} moved"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from hotexperts.cli import console, options, report
-from hotexperts.config import parse_cache_size
+from hotexperts.config import DEFAULT_KV_TOKENS, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hotexperts.cli.generate import Session
 
 _LEAVE = ("exit", "quit")
-_CONTEXT = 4096
 _LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 
 
@@ -121,8 +120,10 @@ def run(
 
 def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, policy: str) -> None:
     """Refuse what can be refused before torch is imported."""
-    if (prompt is None) == (not interactive):
-        raise ConfigError("give one of --prompt TEXT and --interactive")
+    if prompt is None and not interactive:
+        raise ConfigError("give --prompt TEXT or --interactive")
+    if prompt is not None and interactive:
+        raise ConfigError("give --prompt TEXT or --interactive, not both")
     if interactive and as_json:
         raise ConfigError("--json prints one object: use it with --prompt")
     options.check_text(prompt or "", "--prompt")
@@ -164,8 +165,8 @@ def _open(
     from hotexperts.cli.text import load_tokenizer
     from hotexperts.transformers import load
 
+    length = context_length(path, context, DEFAULT_KV_TOKENS, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    length = context_length(path, context, _CONTEXT, trust_remote_code=trust_remote_code)
     load_options |= {"kv_tokens": length, "trust_remote_code": trust_remote_code}
     start = time.perf_counter()
     with console.loading("loading experts") as progress:

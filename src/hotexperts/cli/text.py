@@ -26,11 +26,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
         with quiet_libraries():
             found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # corrupt files raise almost anything, from several libraries
-        first_line = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{path}: no tokenizer could be loaded: {first_line}") from error
+        raise CheckpointError(_no_tokenizer(path, str(error).strip().split("\n")[0])) from error
     if len(found) <= len(found.all_special_ids):  # what Transformers makes of missing files
-        raise CheckpointError(f"{path}: no tokenizer could be loaded: it has no vocabulary")
+        raise CheckpointError(_no_tokenizer(path, "it has no vocabulary"))
     return found
+
+
+def _no_tokenizer(path: str, reason: str) -> str:
+    shown = "" if reason.endswith(":") else f" ({reason})"  # a list follows that no line holds
+    return (
+        f"{path}: no tokenizer could be loaded{shown}: its files (tokenizer.json, "
+        "tokenizer_config.json) must be with the weights"
+    )
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import typer
 
 from hotexperts.cli import console, options, report
 from hotexperts.config import parse_cache_size
+from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 
@@ -26,7 +27,7 @@ def verify(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Slots a layer, or budgets such as 6GiB, separated by commas.",
+            help="Slots a layer, 'auto', or budgets such as 6GiB, separated by commas.",
             show_default="1, a quarter, half and all of the experts",
         ),
     ] = None,
@@ -66,9 +67,7 @@ def verify(
     A model that does not fit the GPU is compared on the CPU: give --device cpu.
     """
     with console.errors_as_one_line(debug):
-        sizes = [size.strip() for size in (expert_cache_size or "").split(",") if size.strip()]
-        for size in sizes if expert_cache_size is None else sizes or [expert_cache_size]:
-            parse_cache_size(size)
+        sizes = _sizes(expert_cache_size)
         POLICIES.load(policy)
         options.check_cache_mode(cache_mode, expert_store)
         options.check_text(prompt or "", "--prompt")
@@ -102,3 +101,19 @@ def verify(
         console.show(report.verify_report(data))
     if not data["passed"]:
         raise typer.Exit(console.EXIT_DIFFERENT)
+
+
+def _sizes(listed: str | None) -> list[str]:
+    """The sizes of a list with commas; none where no list is given.
+
+    Raises:
+        ConfigError: an empty list, or a size that is none.
+    """
+    sizes = [size.strip() for size in (listed or "").split(",") if size.strip()]
+    if listed is not None and not sizes:
+        raise ConfigError(
+            f"--expert-cache-size {listed!r} is empty: list sizes such as 1,8,6GiB, or leave it out"
+        )
+    for size in sizes:
+        parse_cache_size(size)
+    return sizes

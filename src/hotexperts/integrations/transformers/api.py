@@ -23,6 +23,7 @@ from hotexperts.integrations.transformers.options import (
     make_options,
 )
 from hotexperts.integrations.transformers.repository import (
+    not_of_the_class,
     read_config,
     require_complete,
     why_unreadable,
@@ -40,7 +41,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     experts_algorithm: experts.Algorithm = "auto",
-    kv_tokens: int = 4096,
+    kv_tokens: int | None = None,
     check_host_memory: bool = True,
     progress: Progress = lambda done, total: None,
     auto_class: Any = None,
@@ -63,7 +64,8 @@ def load(
             checkpoint's.
         experts_algorithm: "auto", or one of Transformers' own: "eager", "batched_mm",
             "grouped_mm".
-        kv_tokens: tokens (context x batch) of KV cache that a budget leaves room for.
+        kv_tokens: tokens (context x batch) of KV cache that a budget leaves room for; None is
+            4096, or as many as the model has positions where those are fewer.
         check_host_memory: refuse before loading where the host seems to have too little memory.
         progress: called with (experts loaded, experts in all).
         auto_class: the class whose `from_pretrained` loads; None is `AutoModelForCausalLM`.
@@ -98,22 +100,8 @@ def load(
     dtype = find_dtype(dtype, from_pretrained.pop("torch_dtype", None))
     wants_info = from_pretrained.pop("output_loading_info", False)
     config, rest = read_config(path_or_id, from_pretrained)
-    with loading.pending(options) as pending:
-        try:
-            model, info = (auto_class or _causal_lm()).from_pretrained(
-                path_or_id,
-                config=config,
-                dtype=dtype,
-                device_map={"": where},
-                experts_implementation=experts.NAME,
-                output_loading_info=True,
-                **{"use_safetensors": True, **rest},
-            )
-        except OSError as error:
-            if pending.found_files:  # the disk's, the user's progress function's, ...
-                raise
-            subfolder = rest.get("subfolder") or ""
-            raise CheckpointError(why_unreadable(path_or_id, subfolder, error)) from error
+    rest = {"use_safetensors": True, **rest, "config": config, "dtype": dtype}
+    model, info = _from_pretrained(path_or_id, options, auto_class, where, rest)
     _require_cache(model)
     require_complete(path_or_id, info)
     return (model, info) if wants_info else model
@@ -122,12 +110,12 @@ def load(
 def attach(
     model: Any,
     *,
-    expert_cache_size: int | str,
+    expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     cache_mode: CacheMode = "host",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
-    kv_tokens: int = 4096,
+    kv_tokens: int | None = None,
     check_host_memory: bool = True,
 ) -> Any:
     """Cache the experts of a model that is already in host memory.
@@ -176,7 +164,7 @@ def install(
     expert_store: StoreKind = "ram",
     cache_mode: CacheMode = "host",
     experts_algorithm: experts.Algorithm = "auto",
-    kv_tokens: int = 4096,
+    kv_tokens: int | None = None,
     check_host_memory: bool = True,
 ) -> None:
     """Let plain code use the cache: `from_pretrained(..., experts_implementation="hotexperts")`.
@@ -205,6 +193,34 @@ def install(
             kv_tokens,
         )
     )
+
+
+def _from_pretrained(
+    path_or_id: str | Path,
+    options: loading.LoadOptions,
+    auto_class: Any,
+    device: torch.device,
+    rest: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """The model and the loading information; errors of Transformers' in our words."""
+    with loading.pending(options) as pending:
+        try:
+            return (auto_class or _causal_lm()).from_pretrained(
+                path_or_id,
+                device_map={"": device},
+                experts_implementation=experts.NAME,
+                output_loading_info=True,
+                **rest,
+            )
+        except ValueError as error:
+            if not str(error).startswith("Unrecognized configuration class"):
+                raise
+            raise UnsupportedModelError(not_of_the_class(rest["config"], auto_class)) from error
+        except OSError as error:
+            if pending.found_files:  # the disk's, the user's progress function's, ...
+                raise
+            subfolder = rest.get("subfolder") or ""
+            raise CheckpointError(why_unreadable(path_or_id, subfolder, error)) from error
 
 
 def _causal_lm() -> Any:

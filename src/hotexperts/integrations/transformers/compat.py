@@ -34,8 +34,10 @@ KNOWN_PARAMETERS = frozenset(
 SENTINEL_FLAG = "_is_expert_parallel"
 # Stacked, but every token uses them: they stay with the model's other weights.
 SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
-_SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
-_SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts"})
+# Classes whose own loop adds up in another dtype than its input's.
+SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
+COMPUTES_IN_FLOAT32 = frozenset({"OpenAIPrivacyFilterExperts"})
+SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts", "Inkling2LoopExperts"}) | COMPUTES_IN_FLOAT32
 
 
 class TransformersNames(NamedTuple):
@@ -119,16 +121,23 @@ def _require_parameters(function: Callable[..., Any], expected: list[str]) -> No
 
 
 def original_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """The experts class's own loop, behind the dispatching wrapper."""
-    return type(module).forward.__wrapped__
+    """The experts class's own loop, behind the dispatching wrapper.
+
+    A loop that computes in float32 gets its input so, and then does not round its result, which is
+    only a part of the sum.
+    """
+    forward = type(module).forward.__wrapped__
+    if type(module).__name__ not in COMPUTES_IN_FLOAT32:
+        return forward
+    return lambda self, hidden, *routing: forward(self, hidden.float(), *routing)
 
 
 def eager_sum_dtype(module: Any, weights: torch.Tensor) -> torch.dtype | None:
     """The dtype in which an experts class's own loop adds up; None is that of its input."""
     name = type(module).__name__
-    if name in _SUMS_IN_FLOAT32:
+    if name in SUMS_IN_FLOAT32:
         return torch.float32
-    return weights.dtype if name in _SUMS_IN_WEIGHTS_DTYPE else None
+    return weights.dtype if name in SUMS_IN_WEIGHTS_DTYPE else None
 
 
 def is_decorated_experts(module: torch.nn.Module) -> bool:

@@ -9,7 +9,7 @@ from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.stats import CacheStats, total
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExpertCache:
     """The caches of one model's layers.
 
@@ -34,6 +34,15 @@ class ExpertCache:
     reason: str
     banks: tuple[StreamBanks, ...]
     load_seconds: float
+
+    def __repr__(self) -> str:
+        experts = min(provider.store.num_experts for provider in self.providers)
+        stats = self.stats
+        rate = f"{100 * stats.hit_rate:.1f} % hits" if stats.demands else "not used yet"
+        return (
+            f"<ExpertCache: {self.capacity} of {experts} experts in each of {len(self.names)} "
+            f"layers, {self.policy} run by the {self.mode}, experts in {self.store}, {rate}>"
+        )
 
     @property
     def stats(self) -> CacheStats:

@@ -22,7 +22,7 @@ from torch import nn
 
 from hotexperts.cache import CPUBackingStore, ExpertStore
 from hotexperts.cache.file_store import PinnedBounce
-from hotexperts.config import CacheConfig
+from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
 from hotexperts.integrations.transformers.build import (
@@ -37,6 +37,7 @@ from hotexperts.integrations.transformers.modules import (
     find_experts,
     take_parameters,
 )
+from hotexperts.integrations.transformers.positions import within_positions
 
 Progress = Callable[[int, int], None]
 
@@ -49,12 +50,14 @@ class LoadOptions:
         cache: size, policy and store of the experts.
         algorithm: see `CachedExperts`.
         kv_tokens: tokens of KV cache to leave room for when the size is a budget or "auto".
+        is_kv_chosen: the user gave them; else the model's positions limit them.
         progress: called with (experts loaded, experts in all).
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     algorithm: experts.Algorithm = "auto"
-    kv_tokens: int = 4096
+    kv_tokens: int = DEFAULT_KV_TOKENS
+    is_kv_chosen: bool = False
     progress: Progress = lambda done, total: None
 
 
@@ -142,6 +145,7 @@ def _load(
             f"{error}: a file is larger than the memory; write the checkpoint in smaller ones "
             "(save_pretrained(max_shard_size='5GB'))"
         ) from error
+    options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, in_ram)
     stores = make_stores(found, checkpoint, options, device)
     attach_stores(model, found, stores, plan, options, device, start)
@@ -188,6 +192,7 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     found = find_experts(model)
     largest = max(layer.num_experts * layer.layout.row_nbytes for layer in found)
     check_early(found, options, device, largest)
+    options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
     stores: list[ExpertStore] = []
     for layer in found:

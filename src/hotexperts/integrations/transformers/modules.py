@@ -59,11 +59,23 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
                 "not know; load this model without an expert cache"
             )
     if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no experts: it is not a Mixture-of-Experts model, so "
-            "there is nothing to cache; load it with Transformers as it is"
-        )
+        raise UnsupportedModelError(_why_nothing(model))
     return found
+
+
+def _why_nothing(model: nn.Module) -> str:
+    """Experts that nobody stacked (Switch, NLLB-MoE), or none at all."""
+    for name, module in model.named_modules():
+        is_many = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
+        if is_many and (name.endswith(".experts") or type(module).__name__.endswith("Experts")):
+            return (
+                f"{type(module).__name__} ({name}) holds {len(module)} experts as modules of their "
+                "own, a form that hotexperts does not know; load this model without an expert cache"
+            )
+    return (
+        f"{type(model).__name__} has no experts: it is not a Mixture-of-Experts model, so there is "
+        "nothing to cache; load it with Transformers as it is"
+    )
 
 
 def take_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

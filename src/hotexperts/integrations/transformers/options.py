@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hotexperts.config import CacheConfig
+from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, ConfigError, UnsupportedOperationError
 from hotexperts.integrations.transformers import experts
 from hotexperts.integrations.transformers.load import LoadOptions
@@ -43,7 +43,7 @@ def check_from_pretrained(options: dict[str, Any]) -> None:
 def make_options(
     cache: CacheConfig,
     algorithm: experts.Algorithm,
-    kv_tokens: int,
+    kv_tokens: int | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadOptions:
     """The checked options.
@@ -56,13 +56,15 @@ def make_options(
         raise ConfigError(
             f"experts_algorithm is {algorithm!r}: use one of {', '.join(experts.ALGORITHMS)}"
         )
+    is_chosen = kv_tokens is not None
+    kv_tokens = DEFAULT_KV_TOKENS if kv_tokens is None else kv_tokens
     if isinstance(kv_tokens, bool) or not isinstance(kv_tokens, int) or kv_tokens < 1:
         raise ConfigError(f"kv_tokens is {kv_tokens!r}: give a whole number, at least 1")
     if not callable(progress):
         raise ConfigError(
             f"progress is {progress!r}: give a function of (experts loaded, experts in all)"
         )
-    return LoadOptions(cache, algorithm, kv_tokens, progress)
+    return LoadOptions(cache, algorithm, kv_tokens, is_chosen, progress)
 
 
 def check_path(path_or_id: Any) -> None:

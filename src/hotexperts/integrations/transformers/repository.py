@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
 from hotexperts.errors import CheckpointError, UnsupportedModelError
 from hotexperts.integrations.transformers.options import check_path
 
+_HUB_SECONDS = 10
 DEQUANTISED = ("fp8", "mxfp4")
 _FIND_OPTIONS = (  # those that say where files are: for the configuration and for the weights
     "cache_dir",
@@ -33,12 +37,13 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
         The configuration, and the options that are still for `from_pretrained`.
 
     Raises:
-        CheckpointError: there is no configuration at that path or id.
+        CheckpointError: there is no configuration at that path or id, or the hub is out of reach.
         UnsupportedModelError: quantised in a way that is not dequantised.
     """
     from transformers import AutoConfig
 
     check_path(path_or_id)
+    _require_config(path_or_id, options)
     finding = {name: options[name] for name in _FIND_OPTIONS if name in options}
     trust = bool(options.get("trust_remote_code"))
     try:
@@ -46,12 +51,47 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
             path_or_id, return_unused_kwargs=True, **{**options, "trust_remote_code": trust}
         )
     except (OSError, ValueError) as error:
-        what = "" if Path(path_or_id).is_dir() else "neither a folder nor a readable hub id: "
-        raise CheckpointError(f"{path_or_id}: {what}{first_line(error)}") from error
+        where = f"{path_or_id}: "
+        if not Path(path_or_id).is_dir():
+            where += "neither a folder nor a readable hub id: "
+        raise CheckpointError(_once(where, first_line(error))) from error
     _dequantise(path_or_id, getattr(config, "quantization_config", None))
     for name in ("_from_auto", "_commit_hash"):
         rest.pop(name, None)
     return config, {**rest, **finding, "trust_remote_code": trust}
+
+
+def _require_config(path_or_id: str | Path, options: dict[str, Any]) -> None:
+    """Refuse what has no `config.json`, at once.
+
+    Raises:
+        CheckpointError: the folder has none; or it is no folder, and the hub does not answer.
+    """
+    name = "/".join(part for part in (options.get("subfolder"), "config.json") if part)
+    if Path(path_or_id).is_dir():
+        if not (Path(path_or_id) / name).is_file():
+            raise CheckpointError(
+                f"{path_or_id}: holds no {name}: give the folder of a checkpoint (config.json, "
+                "*.safetensors and the tokenizer's files)"
+            )
+    elif not options.get("local_files_only"):
+        _require_hub(path_or_id, name, options)
+
+
+def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> None:
+    """Ask the hub once for a file that is not here; Transformers would ask for half a minute."""
+    where = {key: options.get(key) for key in ("cache_dir", "revision")}
+    try:
+        if not isinstance(try_to_load_from_cache(str(path_or_id), name, **where), str):
+            url = hf_hub_url(str(path_or_id), name, revision=options.get("revision"))
+            get_hf_file_metadata(url, token=options.get("token"), timeout=_HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError):  # an answer: Transformers finds words for it
+        return
+    except Exception as error:  # of whichever HTTP client this version of the hub's package has
+        raise CheckpointError(
+            f"{path_or_id}: no such folder here, and the hub cannot be reached to look for a model "
+            f"of that name: {first_line(error)}"
+        ) from error
 
 
 def _dequantise(path_or_id: str | Path, quantization: Any) -> None:
@@ -89,7 +129,26 @@ def why_unreadable(path_or_id: str | Path, subfolder: str, error: OSError) -> st
             f"{path_or_id}: holds pickle files, which are never read because they can run code: "
             "convert them to safetensors (save_pretrained writes them)"
         )
-    return f"{path_or_id}: {first_line(error)}"
+    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
+        return (
+            f"{path_or_id}: has a configuration but holds no weights: give a folder with the "
+            "checkpoint's *.safetensors files as well"
+        )
+    return _once(f"{path_or_id}: ", first_line(error))
+
+
+def not_of_the_class(config: Any, auto_class: Any) -> str:
+    """What to say of a model that the class asked for cannot load."""
+    wanted = "AutoModelForCausalLM" if auto_class is None else auto_class.__name__
+    return (
+        f"{wanted} loads no {config.model_type} model: from Python, load(auto_class=...) takes the "
+        "class that does, such as AutoModelForImageTextToText"
+    )
+
+
+def _once(where: str, message: str) -> str:
+    """The message begun with the place, unless it says that already."""
+    return message if where.strip(": ") in message else f"{where}{message}"
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,54 @@
+"""Where two runs of a model part: the first value that is not the same, and by how much."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hotexperts.cli.report import Data
+
+
+class Step(NamedTuple):
+    """One forward pass: embeddings and layers' outputs, logits `[tokens, vocabulary]`."""
+
+    hidden: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+def first_difference(
+    expected: list[Step], found: list[Step], num_prompt_tokens: int
+) -> Data | None:
+    """Where the two part first, step by step and, within a step, layer by layer."""
+    begin = 0
+    for a, b in zip(expected, found, strict=True):
+        names = ["embeddings", *(f"layer {i}" for i in range(len(a.hidden) - 1)), "logits"]
+        pairs = [*zip(a.hidden, b.hidden, strict=True), (a.logits, b.logits)]
+        for name, (left, right) in zip(names[-len(pairs) :], pairs, strict=True):
+            if not same_bits(left, right):
+                rows = [not same_bits(x, y) for x, y in zip(left, right, strict=True)]
+                return {
+                    "position": begin + rows.index(True),
+                    "where": name,
+                    "max_abs_difference": number_or_none(max_difference(left, right)),
+                }
+        begin = begin + 1 if begin else num_prompt_tokens
+    return None
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bits, not values: a NaN equals itself, and zero is not minus zero."""
+    if left.dtype != right.dtype:
+        return False
+    left_bytes, right_bytes = (t.contiguous().view(torch.uint8) for t in (left, right))
+    return bool(torch.equal(left_bytes, right_bytes))
+
+
+def max_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where a side is not a number."""
+    return float((left.double() - right.double()).abs().nan_to_num(nan=torch.inf).max())
+
+
+def number_or_none(value: float) -> float | None:
+    """The value as JSON takes it, which has no infinity."""
+    return value if value != torch.inf else None
