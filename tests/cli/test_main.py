@@ -22,15 +22,15 @@ from hotexperts.cli.main import main
                 "default: (auto)",
                 "default: (where the tokenizer has one)",
                 "--cache-mode",
-                "host|device",
-                "default: host",
+                "auto|host|device",
+                "default: auto",
             ],
         ),
         (
             "verify",
             [
                 "--cache-mode",
-                "default: host",
+                "auto|host|device",
                 "--tolerance",
                 "Slots a layer, 'auto', or budgets such as 6GiB, separated by commas.",
                 "default: (1, a quarter, half and all of the experts)",

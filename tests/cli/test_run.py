@@ -47,6 +47,7 @@ def test_greedy_output_is_the_resident_model_s(
     assert data["token_ids"] == greedy_ids
     assert data["text"] == _text(greedy_ids)
     assert data["num_prompt_tokens"] == len(PROMPT)
+    why = {"ram": "no CUDA device", "file": "experts stay in the file"}[store]
     assert data["cache"] == {
         "capacity": size,
         "num_experts": zoo.NUM_EXPERTS,
@@ -54,6 +55,7 @@ def test_greedy_output_is_the_resident_model_s(
         "policy": DEFAULT_POLICY,
         "store": store,
         "mode": "host",
+        "mode_reason": f"host: {why}",
         "reason": f"{size} slots a layer as asked",
     }
 
@@ -62,9 +64,10 @@ def test_greedy_output_is_the_resident_model_s(
 def test_the_device_may_run_the_policy(saved_model: Path, kernel_device: str, cli: Cli) -> None:
     options = ("--expert-cache-size", 3, "--policy", "lfu", "--max-new-tokens", NUM_NEW)
     command = ("run", saved_model, "--prompt", PROMPT, "--device", kernel_device, *options)
-    host = cli(*command, "--json").json
+    host = cli(*command, "--cache-mode", "host", "--json").json
     device = cli(*command, "--cache-mode", "device", "--json").json
     assert (host["cache"]["mode"], device["cache"]["mode"]) == ("host", "device")
+    assert host["cache"]["mode_reason"] is device["cache"]["mode_reason"] is None
     assert device["token_ids"] == host["token_ids"]
     assert device["stats"]["misses"] > 0
     report = cli(*command, "--cache-mode", "device")
@@ -111,7 +114,7 @@ def test_text_first_then_the_report(saved_model: Path, greedy_ids: list[int], cl
     report = " ".join(result.out.split())
     for part in (
         "2 of 8 experts in each of 2 layers; 2 slots a layer as asked",
-        f"policy {DEFAULT_POLICY}, run by the host",
+        f"policy {DEFAULT_POLICY}, run by the host: no CUDA device",
         "evictions), ",
         f"{NUM_NEW} tokens, first after",
         f"({len(PROMPT)} of prompt)",

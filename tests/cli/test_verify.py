@@ -67,10 +67,24 @@ def test_verify_a_cache_that_the_device_manages(
     options = (*options, "--device", kernel_device)
     data = cli("verify", saved_model, *options, "--json").json
     assert (data["passed"], data["cache_mode"]) == (True, "device")
+    assert data["cache_mode_reason"] is None
     assert modes == ["host", "device", "device"], "one look at the model, then each size"
     assert f"{DEFAULT_POLICY} run by the device" in " ".join(
         cli("verify", saved_model, *options).out.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("store", "cause"), [("ram", "no CUDA device"), ("file", "experts stay in the file")]
+)
+def test_verify_says_why_auto_is_the_host(
+    store: str, cause: str, saved_model: Path, cli: Cli
+) -> None:
+    options = ("--expert-cache-size", "2", "--expert-store", store, *CPU)
+    data = cli("verify", saved_model, *options, "--json").json
+    assert (data["cache_mode"], data["cache_mode_reason"]) == ("host", f"host: {cause}")
+    shown = " ".join(cli("verify", saved_model, *options).out.split())
+    assert f"{DEFAULT_POLICY} run by the host: {cause}" in shown
 
 
 def test_verify_the_model_inside(cli: Cli) -> None:

@@ -44,14 +44,63 @@ def test_device_equals_host(size: int, policy: str, checkpoint: Path) -> None:
     assert found["device"][2].stats.misses > 0
 
 
+@pytest.mark.parametrize("algorithm", ["batched_mm", "grouped_mm"])
+def test_picked_pairs_equal_masked_ones(
+    algorithm: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prefill computes with each wave's own pairs, a short one masks the others'."""
+    from hotexperts.integrations.transformers import experts
+
+    found = []
+    for most in (0, 10**6):
+        monkeypatch.setattr(experts, "MASKED_MAX_PAIRS", most)
+        model = load(checkpoint, 3, "device", experts_algorithm=algorithm)
+        with torch.no_grad():
+            found.append(model(zoo.sample_ids().to(DEVICE)).logits)
+    assert torch.equal(found[0], found[1])
+
+
 def test_a_mode_that_cannot_work_is_refused_before_loading(checkpoint: Path) -> None:
     for options, message in (
-        ({"cache_mode": "gpu"}, "use 'host' or 'device'"),
+        ({"cache_mode": "gpu"}, "use 'auto', 'host' or 'device'"),
         ({"cache_mode": "device", "expert_store": "file"}, "use expert_store 'ram'"),
         ({"cache_mode": "device", "policy": "slru"}, "policy 'slru' has no kernel"),
     ):
         with pytest.raises(ConfigError, match=message):
             hot.load(checkpoint, expert_cache_size=2, device="cpu", **options)
+
+
+def test_auto_is_the_host_without_a_gpu_and_says_why(checkpoint: Path) -> None:
+    """The interpreter is there, as for every test of this file, but it must be asked for."""
+    for store, cause in (("ram", "no CUDA device"), ("file", "experts stay in the file")):
+        cache = hot.load(
+            checkpoint, expert_cache_size=2, expert_store=store, device="cpu"
+        ).expert_cache
+        assert (cache.mode, cache.mode_reason) == ("host", f"host: {cause}")
+        assert not any(provider.is_capturable for provider in cache.providers)
+    cache = hot.attach(zoo.build_model("olmoe"), expert_cache_size=2, device="cpu").expert_cache
+    assert (cache.mode, cache.mode_reason) == ("host", "host: no CUDA device")
+
+
+@pytest.mark.gpu
+def test_auto_is_the_device_on_a_gpu(checkpoint: Path) -> None:
+    cache = hot.load(checkpoint, expert_cache_size=2, device="cuda").expert_cache
+    assert (cache.mode, cache.mode_reason) == ("device", None)
+    assert all(provider.is_capturable for provider in cache.providers)
+
+
+def test_generate_makes_no_cuda_graphs_of_what_the_host_manages(checkpoint: Path) -> None:
+    """Whichever door the model came through, and whatever settings its folder holds."""
+    disabled = {}
+    for mode in ("auto", "host", "device"):
+        models = [load(checkpoint, 2, mode)]
+        models.append(hot.attach(zoo.build_model("olmoe"), cache_mode=mode, device=DEVICE))
+        for model in models:
+            prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+            found = bool(model.generation_config.disable_compile)
+            disabled.setdefault(model.expert_cache.mode, set()).add(found)
+    assert disabled == {"host": {True}, "device": {False}}
 
 
 @pytest.mark.gpu

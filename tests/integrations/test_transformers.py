@@ -678,9 +678,11 @@ def test_an_unknown_experts_parameter_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("store", ["file", "ram"])
+@pytest.mark.parametrize(("store", "mode"), [("file", "host"), ("ram", "host"), ("ram", "device")])
 @pytest.mark.parametrize("algorithm", ["eager", "grouped_mm", "batched_mm"])
-def test_on_the_gpu_cached_equals_resident(store: str, algorithm: str, checkpoint: Any) -> None:
+def test_on_the_gpu_cached_equals_resident(
+    store: str, mode: str, algorithm: str, checkpoint: Any
+) -> None:
     path = checkpoint("olmoe")
     full = resident(path, algorithm).to("cuda")
     prompt = zoo.sample_ids().to("cuda")
@@ -690,7 +692,8 @@ def test_on_the_gpu_cached_equals_resident(store: str, algorithm: str, checkpoin
     full.set_experts_implementation(algorithm)
     expected_tokens = full.generate(prompt, **options)
     for size in (1, 3, 8):
-        cached = load(path, size, expert_store=store, experts_algorithm=algorithm, device="cuda")
+        kept = {"expert_store": store, "cache_mode": mode, "experts_algorithm": algorithm}
+        cached = load(path, size, device="cuda", **kept)
         with torch.no_grad():
             found = cached(prompt).logits
         # CUDA's matrix products may choose another kernel for another number of rows: a few

@@ -37,6 +37,8 @@ def read(
     for wave in provider.waves(ids, **how):
         slots = wave.topk_ids.flatten().cpu()
         pairs = (slots >= 0).nonzero().flatten()
+        if wave.part is not None and isinstance(provider, DeviceWeightProvider):
+            assert torch.equal(provider.pairs_by_part(ids)[wave.part].cpu(), pairs)
         bias = wave.tensors.bias.cpu()[slots[pairs]]
         weights = wave.tensors.w.float().cpu()[slots[pairs]]
         assert torch.equal(weights.amin((1, 2)), bias)
@@ -136,6 +138,28 @@ def test_the_next_layers_first_experts_come_ahead() -> None:
             values = [float(e) for e in ids.flatten().tolist()]
             assert read(layers[index], ids, prefill=True) == values
         assert [copies_of(i) for i in range(3)] == expected
+
+
+def test_what_the_host_puts_into_a_shared_bank_is_no_other_layers() -> None:
+    """The kernels' ledger forgets a bank that the host fills."""
+    store = make_store()
+    banks = StreamBanks(store.layout, 8, torch.device(DEVICE))
+    host = CachedWeightProvider(store, 5, policy="lru", device=DEVICE, banks=banks)
+    shifted = CPUBackingStore.from_tensors(
+        {"w": store.tensors.w + 100, "bias": store.tensors.bias + 100}, pin=DEVICE == "cuda"
+    )
+    device = DeviceWeightProvider(shifted, 5, policy="lru", device=DEVICE, banks=banks)
+    everyone = torch.arange(NUM_EXPERTS, device=DEVICE).view(-1, 4)
+    for _ in range(2):
+        assert read(device, everyone, prefill=True) == [100.0 + e for e in range(NUM_EXPERTS)]
+        assert read(host, everyone, prefill=True) == [float(e) for e in range(NUM_EXPERTS)]
+
+
+def test_no_two_layers_have_a_ledger_key_in_common() -> None:
+    layers = [DeviceWeightProvider(make_store(n), 2, device=DEVICE) for n in (600, 5, 600)]
+    first = [layer._fill.first_key for layer in layers]
+    assert first[1] - first[0] >= 600
+    assert first[2] - first[1] >= 5
 
 
 def test_the_number_of_waves_follows_from_the_shape() -> None:

@@ -132,7 +132,7 @@ def test_bank_fills_agree(num_rows: int) -> None:
     how: dict[str, Any] = {"num_programs": 3, "num_warps": 4, "block_words": 64}
     layers = [Layer("lru", 16, 5, num_programs=7, num_warps=4, block_words=64) for _ in range(2)]
     layout = GatherLayout.of((0, 256, 512), (80, 4, 24), 768, num_rows)
-    fills = [BankFill(x.kernel, layout, num_rows, x.rows, i, **how) for i, x in enumerate(layers)]
+    fills = [BankFill(x.kernel, layout, num_rows, x.rows, **how) for x in layers]
     naive_bank = torch.full((layout.buffer_words,), -1, dtype=torch.int32)
     naive_ledger = torch.tensor([0] + [-1] * num_rows, dtype=torch.int32)
     bank, ledger = naive_bank.to(DEVICE, copy=True), naive_ledger.to(DEVICE, copy=True)
@@ -149,7 +149,7 @@ def test_bank_fills_agree(num_rows: int) -> None:
             whole = bool(layer.naive_state[Scalar.WHOLE])
             places = places_ahead(slot_of, 5, whole=whole)
             fills[index].ahead(part, fills[index].whole, bank, ledger)
-            _, num_copied = fill_bank(
+            _, _, num_copied = fill_bank(
                 layout,
                 layer.rows.cpu(),
                 naive_bank,
@@ -157,14 +157,15 @@ def test_bank_fills_agree(num_rows: int) -> None:
                 places,
                 ids,
                 part * num_rows,
-                index * 512,
+                fills[index].first_key,
             )
             num_ahead += num_copied
         else:
             local = torch.full_like(ids, -7).to(DEVICE)
-            fills[index](part, ids.to(DEVICE), local, bank, ledger)
+            row_of = torch.full((16,), -7, dtype=torch.int32, device=DEVICE)
+            fills[index](part, ids.to(DEVICE), local, row_of, bank, ledger)
             places = layer.layout.view(layer.naive_state, "passed").clone()
-            expected, num_copied = fill_bank(
+            expected, expected_rows, num_copied = fill_bank(
                 layout,
                 layer.rows.cpu(),
                 naive_bank,
@@ -172,9 +173,10 @@ def test_bank_fills_agree(num_rows: int) -> None:
                 places,
                 ids,
                 part * num_rows,
-                index * 512,
+                fills[index].first_key,
             )
             assert torch.equal(local.cpu(), expected)
+            assert torch.equal(row_of.cpu(), expected_rows)
         assert torch.equal(bank.cpu(), naive_bank)
         assert torch.equal(ledger.cpu(), naive_ledger)
         assert layer.kernel.counters[Counter.COPIES].item() - before == num_copied

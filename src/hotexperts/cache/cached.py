@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotexperts.cache.provider import ExpertWeightResult, Waves
+from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore
 from hotexperts.cache.streaming import StreamingProvider
@@ -103,9 +103,14 @@ class CachedWeightProvider(StreamingProvider):
         return replace(self._stats)
 
     @property
-    def slot_nbytes(self) -> int:
-        """Device bytes of the slots."""
-        return self.slots.nbytes
+    def slot_tensors(self) -> Any:
+        """Named tuple of `[capacity + num_staging, *shape]`, the slots."""
+        return self.slots.tensors
+
+    @property
+    def slot_buffer(self) -> torch.Tensor:
+        """The memory that the slots are in, uint8."""
+        return self.slots.buffer
 
     def reset_stats(self) -> None:
         """Set the counters to zero; the slots keep their experts."""
@@ -170,6 +175,7 @@ class CachedWeightProvider(StreamingProvider):
                     topk_ids,
                     ids,
                     {expert: row for row, expert in enumerate(parts[part])},
+                    part,
                 ),
             )
 
@@ -189,12 +195,17 @@ class CachedWeightProvider(StreamingProvider):
             yield self._wave(self.slots.tensors, topk_ids, ids, row_of_admitted)
 
     def _wave(
-        self, tensors: Any, topk_ids: torch.Tensor, ids: Ids, row_of: Mapping[int, int]
+        self,
+        tensors: Any,
+        topk_ids: torch.Tensor,
+        ids: Ids,
+        row_of: Mapping[int, int],
+        part: int = SLOTS,
     ) -> ExpertWeightResult:
         self._stats.waves += 1
         rows = np.full(self.store.num_experts + 1, NOWHERE)
         rows[list(row_of)] = list(row_of.values())
-        return remapped_result(tensors, topk_ids, rows[ids])
+        return remapped_result(tensors, topk_ids, rows[ids], part)
 
     def _read(self, topk_ids: torch.Tensor) -> tuple[Ids, list[int], list[int]]:
         """The ids on the host, the distinct ones ascending, and how often each occurs."""
@@ -241,7 +252,9 @@ class CachedWeightProvider(StreamingProvider):
         self._stats.bytes_moved += num_misses * self.store.layout.nbytes
 
 
-def remapped_result(tensors: Any, topk_ids: torch.Tensor, local: Ids) -> ExpertWeightResult:
+def remapped_result(
+    tensors: Any, topk_ids: torch.Tensor, local: Ids, part: int = SLOTS
+) -> ExpertWeightResult:
     """A result with `local` for ids, -1 where a pair is not served."""
     # The ids are tiny: the driver has its own copy of them when the call returns, so they
     # need not be page-locked, and the host need not wait for the copies of experts before.
@@ -250,4 +263,4 @@ def remapped_result(tensors: Any, topk_ids: torch.Tensor, local: Ids) -> ExpertW
     if not local.size or local.min() != NOWHERE:
         return ExpertWeightResult(tensors, remapped)
     pairs = to_device(torch.from_numpy(np.flatnonzero(local != NOWHERE)))
-    return ExpertWeightResult(tensors, remapped, is_partial=True, pairs=pairs)
+    return ExpertWeightResult(tensors, remapped, part=part, pairs=pairs)

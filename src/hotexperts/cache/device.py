@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import os
 from typing import Any
 
 import torch
 
-from hotexperts.cache.provider import ExpertWeightResult, Waves
+from hotexperts.cache.device_mode import check_device_mode
+from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
@@ -18,13 +16,10 @@ from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.launch import BankFill
-from hotexperts.kernels.gather.layout import WORD_BYTES
-from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout, may_bypass
+from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.stats import CacheStats
-
-_layer_numbers = itertools.count()
 
 
 class DeviceWeightProvider(StreamingProvider):
@@ -82,15 +77,16 @@ class DeviceWeightProvider(StreamingProvider):
         rows = store.rows.view(torch.int32)
         gather = _gather_layout(store.layout, capacity)
         self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
+        self._slot_of = self.plan.view(self.kernel.state, "slot_of")
         if self._banks is not None:
             self._fill = BankFill(
                 self.kernel,
                 _gather_layout(store.layout, self._banks.num_rows),
                 self._banks.num_rows,
                 rows,
-                next(_layer_numbers),
                 num_programs=num_programs,
             )
+            self._banks.lane.outlives(self._fill.read_later)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap, enqueued on the current stream.
@@ -128,6 +124,24 @@ class DeviceWeightProvider(StreamingProvider):
             else:
                 yield from self._in_waves(topk_ids, first, num_parts, prefill=prefill)
 
+    def pairs_by_part(self, topk_ids: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Positions in the flattened ids that each part of the running call serves, ascending.
+
+        The host waits for the plan, once for all parts. For callers that would rather compute
+        with few pairs than with all, outside of graphs.
+        """
+        assert self._banks is not None, "a call in parts has banks"
+        ids, num_rows = topk_ids.flatten(), self._banks.num_rows
+        passed = self.plan.view(self.kernel.state, "passed")
+        is_expert = (ids >= 0) & (ids < self.store.num_experts)
+        place = passed[torch.where(is_expert, ids, 0).long()]
+        part = torch.where(place >= 0, place // num_rows, SLOTS).where(is_expert, SLOTS - 1)
+        most = -(-(self.store.num_experts - self.capacity) // num_rows)
+        numbers = torch.arange(SLOTS - 1, most, device=ids.device)
+        sizes = (part == numbers.unsqueeze(1)).sum(1).tolist()
+        pairs = part.argsort(stable=True).split(sizes)
+        return dict(zip(range(SLOTS - 1, most), pairs, strict=True))
+
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot; waits for the device."""
@@ -145,12 +159,17 @@ class DeviceWeightProvider(StreamingProvider):
     @property
     def slot_of(self) -> list[int]:
         """Slot of each expert, -1 for none; waits for the device."""
-        return self.plan.view(self.kernel.state, "slot_of").cpu().tolist()
+        return self._slot_of.cpu().tolist()
 
     @property
-    def slot_nbytes(self) -> int:
-        """Device bytes of the slots."""
-        return self.buffer.nbytes
+    def slot_tensors(self) -> Any:
+        """Named tuple of `[capacity, *shape]`, the slots."""
+        return self.tensors
+
+    @property
+    def slot_buffer(self) -> torch.Tensor:
+        """The memory that the slots are in, int32."""
+        return self.buffer
 
     def reset_stats(self) -> None:
         """Set the counters to zero, in stream order."""
@@ -182,7 +201,8 @@ class DeviceWeightProvider(StreamingProvider):
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
         self.kernel(topk_ids, remapped, num_waves=1 + num_parts, **how)
-        return ExpertWeightResult(self.tensors, remapped, is_partial=num_parts > 0)
+        part = SLOTS if num_parts else None
+        return ExpertWeightResult(self.tensors, remapped, self._slot_of, part)
 
     def _in_waves(
         self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int, *, prefill: bool
@@ -191,13 +211,16 @@ class DeviceWeightProvider(StreamingProvider):
         assert banks is not None, "experts that pass by mean capacity < E, which has banks"
         topk_ids = topk_ids.contiguous()
         local = topk_ids.new_empty(num_parts, *topk_ids.shape)
+        row_of = self._slot_of.new_empty(num_parts, self.store.num_experts)
         buffers = [buffer.view(torch.int32) for buffer in banks.buffers]
 
         def fill(part: int, bank: int) -> None:
-            self._fill(part, topk_ids, local[part], buffers[bank], banks.ledgers[bank])
+            ledger = banks.ledgers[bank]
+            self._fill(part, topk_ids, local[part], row_of[part], buffers[bank], ledger)
 
         def result(part: int, bank: int) -> ExpertWeightResult:
-            return ExpertWeightResult(banks.tensors[bank], local[part], is_partial=True)
+            tensors = banks.tensors[bank]
+            return ExpertWeightResult(tensors, local[part], row_of[part], part)
 
         # What came ahead is there: its banks are wanted again before the slots are.
         slots_at = NUM_BANKS if prefill and self._may_have_rows_ahead else 0
@@ -221,31 +244,6 @@ class DeviceWeightProvider(StreamingProvider):
         buffer = banks.buffers[bank].view(torch.int32)
         following._may_have_rows_ahead = True
         following._fill.ahead(bank, self._fill.whole, buffer, banks.ledgers[bank])
-
-
-def check_device_mode(layout: ExpertLayout, policy: str, device: torch.device) -> None:
-    """Refuse what no kernel can do, before anything is loaded.
-
-    Raises:
-        ConfigError: a policy without a kernel, no Triton, no GPU, or tensors whose size is no
-            multiple of four bytes.
-    """
-    remedy = "or let the host manage the cache (cache_mode='host')"
-    if policy not in DEVICE_POLICIES:
-        known = ", ".join(DEVICE_POLICIES)
-        raise ConfigError(f"policy {policy!r} has no kernel: choose one of {known}, {remedy}")
-    odd = [spec.name for spec in layout.specs if spec.nbytes % WORD_BYTES]
-    if odd:
-        raise ConfigError(
-            f"tensors {odd} of an expert are no multiple of {WORD_BYTES} bytes, which the kernel "
-            f"copies: use another model, {remedy}"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(f"cache_mode 'device' needs Triton: install it, {remedy}")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(
-            f"cache_mode 'device' needs a CUDA device, not {device}: take one, {remedy}"
-        )
 
 
 def _gather_layout(layout: ExpertLayout, num_rows: int) -> GatherLayout:

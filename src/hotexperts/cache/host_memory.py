@@ -66,8 +66,13 @@ class HostBuffer:
                 f"RLIMIT_MEMLOCK is {memlock_limit()}): raise the limit (ulimit -l unlimited), "
                 f"or {_KEEP_IN_FILE}"
             )
-        unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
+        unregister = weakref.finalize(self, _unlock, cudart, address)
         unregister.atexit = False  # the process's end frees it, after the CUDA context is gone
+
+
+def _unlock(cudart: Any, address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still read
+    cudart.cudaHostUnregister(address)
 
 
 def memlock_limit() -> str:

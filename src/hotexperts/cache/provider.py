@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+SLOTS = -1
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeightResult:
@@ -18,10 +20,11 @@ class ExpertWeightResult:
         tensors: named tuple of `[rows, *shape]`; a row is one expert.
         topk_ids: the ids to pass to the kernel, shape and dtype as given: rows of `tensors`, -1
             where this call does not serve the pair.
-        expert_map: int32 `[E]` from expert to row, for kernels that map by themselves; None
-            where `topk_ids` is already remapped.
-        is_partial: the call serves only pairs whose id is not -1; other calls serve the others,
-            unless their id was -1 from the start.
+        expert_map: int32 `[E]` on the device from expert to row, -1 where this call does not serve
+            it: for kernels that map ids by themselves, which then take them as they were given.
+            None where the host manages the cache.
+        part: None where the call serves all pairs. Else it serves only those whose id here is not
+            -1, from the slots (`SLOTS`) or from this part of what passes by, counted from 0.
         pairs: of a partial call, int64, ascending positions in the flattened `topk_ids` that it
             serves; None where only the device knows them.
     """
@@ -29,7 +32,7 @@ class ExpertWeightResult:
     tensors: Any
     topk_ids: torch.Tensor
     expert_map: torch.Tensor | None = None
-    is_partial: bool = False
+    part: int | None = None
     pairs: torch.Tensor | None = None
 
 

@@ -63,8 +63,18 @@ class StreamingProvider(ExpertWeightProvider):
 
     @property
     @abstractmethod
+    def slot_tensors(self) -> Any:
+        """Named tuple of `[capacity, *shape]`, the slots."""
+
+    @property
+    @abstractmethod
+    def slot_buffer(self) -> torch.Tensor:
+        """The memory that the slots are in."""
+
+    @property
     def slot_nbytes(self) -> int:
         """Device bytes of the slots."""
+        return self.slot_buffer.nbytes
 
     @abstractmethod
     def reset_stats(self) -> None:

@@ -35,11 +35,14 @@ class CopyLane:
         """
         self.wait_for_compute()
         self._before_ahead = None
+        compute = None if self._stream is None else self._compute_stream()
         try:
             yield
         finally:
-            if self._stream is not None:
-                self.compute_after(self._before_ahead or self.mark())
+            if compute is not None:
+                event = self._before_ahead or self.mark()
+                self.compute_after(event)
+                compute.wait_event(event)  # where the call ended under another stream
 
     @contextmanager
     def copying_ahead(self) -> Iterator[None]:
@@ -118,5 +121,6 @@ class StreamBanks:
 
     def fill(self, bank: int, store: ExpertStore, experts: Sequence[int]) -> None:
         """Copy experts into the first rows of a bank, on the current stream."""
+        self.ledgers[bank][1:].fill_(-1)  # of kernels that fill it too
         for row, expert in enumerate(experts):
             store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from hotexperts.cache.device import check_device_mode
+from hotexperts.cache.device_mode import ChosenMode, choose_mode
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.difference import Step, first_difference, max_difference, number_or_none
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
-from hotexperts.config import AUTO
+from hotexperts.config import AUTO, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
@@ -84,12 +84,19 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
         ConfigError: a cache mode that cannot work here, before the long part begins.
     """
     probe = _cached(wanted, "1", expert_store="file", cache_mode="host")
-    if wanted.load_options["cache_mode"] == "device":
-        for provider in probe.expert_cache.providers:
-            check_device_mode(provider.store.layout, probe.expert_cache.policy, probe.device)
+    mode = _choose_mode(wanted, probe)
     ids = _prompt_ids(wanted, probe)
     _check_length(wanted, len(ids), max_positions(probe.config))
-    return _describe(wanted, probe), ids
+    return _describe(wanted, probe, mode), ids
+
+
+def _choose_mode(wanted: Comparison, probe: Any) -> ChosenMode:
+    """What the caches that are compared will choose; the probe's own experts are in the file."""
+    options, cache = wanted.load_options, probe.expert_cache
+    config = CacheConfig(
+        policy=cache.policy, store=options["expert_store"], mode=options["cache_mode"]
+    )
+    return choose_mode(config, [p.store.layout for p in cache.providers], probe.device)
 
 
 def _check_length(wanted: Comparison, num_prompt_tokens: int, positions: int | None) -> None:
@@ -103,7 +110,7 @@ def _check_length(wanted: Comparison, num_prompt_tokens: int, positions: int | N
     )
 
 
-def _describe(wanted: Comparison, model: Any) -> Data:
+def _describe(wanted: Comparison, model: Any, mode: ChosenMode) -> Data:
     cache = model.expert_cache
     return {
         "model": model_label(wanted.path),
@@ -112,7 +119,8 @@ def _describe(wanted: Comparison, model: Any) -> Data:
         "dtype": str(model.dtype).removeprefix("torch."),
         "algorithm": wanted.algorithm,
         "policy": cache.policy,
-        "cache_mode": wanted.load_options["cache_mode"],
+        "cache_mode": mode.mode,
+        "cache_mode_reason": mode.reason,
         "num_experts": min(p.store.num_experts for p in cache.providers),
         "num_layers": len(cache.providers),
         "num_tokens": wanted.num_tokens,

@@ -190,6 +190,7 @@ class Session:
                 "policy": cache.policy,
                 "store": cache.store,
                 "mode": cache.mode,
+                "mode_reason": cache.mode_reason,
                 "reason": cache.reason,
             },
         }

@@ -63,7 +63,8 @@ CacheModeName = Annotated[
     str,
     typer.Option(
         "--cache-mode",
-        help="Let Python decide which experts to copy (host), or a kernel on the GPU (device).",
+        help="Let Python decide which experts to copy (host), a kernel on the GPU (device), or the "
+        "kernel where it can (auto).",
         metavar="|".join(CACHE_MODES),
     ),
 ]

@@ -35,7 +35,7 @@ def run_report(data: Data) -> RenderableType:
     for name, value in (
         ("model", f"{data['model']} ({data['model_class']}, {data['dtype']}, {data['device']})"),
         ("cache", _cache(data["cache"])),
-        ("policy", f"{data['cache']['policy']}, run by the {data['cache']['mode']}"),
+        ("policy", _policy(data["cache"])),
         ("experts", _experts(data["stats"])),
         ("speed", _speed(data)),
         ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
@@ -76,6 +76,10 @@ def _cache(cache: Data) -> str:
         f"{cache['capacity']} of {cache['num_experts']} experts in each of {cache['num_layers']} "
         f"layers; {cache['reason']}"
     )
+
+
+def _policy(cache: Data) -> str:
+    return f"{cache['policy']}, run by the {cache['mode_reason'] or cache['mode']}"
 
 
 def _experts(stats: Data) -> str:
@@ -144,7 +148,7 @@ def _verify_title(data: Data) -> str:
         f"{data['model']}: cached against resident, {data['algorithm']}, {data['dtype']}, "
         f"{data['device']}, {data['num_prompt_tokens']} tokens of prompt and "
         f"{data['num_tokens']} generated, {data['num_layers']} layers, {data['policy']} run by "
-        f"the {data['cache_mode']}"
+        f"the {data['cache_mode_reason'] or data['cache_mode']}"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from hotexperts.cli import console, options, report
-from hotexperts.config import DEFAULT_KV_TOKENS, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_KV_TOKENS, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -57,7 +57,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    cache_mode: options.CacheModeName = "host",
+    cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hotexperts.cli import console, options, report
-from hotexperts.config import parse_cache_size
+from hotexperts.config import AUTO, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -43,7 +43,7 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
-    cache_mode: options.CacheModeName = "host",
+    cache_mode: options.CacheModeName = AUTO,
     tolerance: Annotated[
         float,
         typer.Option(

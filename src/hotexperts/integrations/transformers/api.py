@@ -37,7 +37,7 @@ def load(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
-    cache_mode: CacheMode = "host",
+    cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     experts_algorithm: experts.Algorithm = "auto",
@@ -58,7 +58,9 @@ def load(
         expert_store: "ram" copies the experts into host memory, page-locked for a GPU; "file"
             leaves them in the checkpoint, memory-mapped.
         cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
-            copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel).
+            copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel);
+            "auto" is "device" where all of that is given, else "host":
+            `expert_cache.mode` says which, `expert_cache.mode_reason` why the host.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA where there is one.
         dtype: "bfloat16", "float16", "float32" or "float64", or torch's own; "auto" is the
             checkpoint's.
@@ -112,7 +114,7 @@ def attach(
     *,
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
-    cache_mode: CacheMode = "host",
+    cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int | None = None,
@@ -162,7 +164,7 @@ def install(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
-    cache_mode: CacheMode = "host",
+    cache_mode: CacheMode = "auto",
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int | None = None,
     check_host_memory: bool = True,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
-from hotexperts.cache.device import DeviceWeightProvider, check_device_mode
+from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.device_mode import choose_mode
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
@@ -55,16 +56,13 @@ def attach_stores(
         device: where slots go.
         start: `time.perf_counter()` when loading began.
     """
-    banks: dict[ExpertLayout, StreamBanks] = {}
     turn = Turn(device)
+    banks = _make_banks(found, stores, plan.capacity, device)
     providers: list[StreamingProvider] = []
-    make_provider: Any = (
-        DeviceWeightProvider if options.cache.mode == "device" else CachedWeightProvider
-    )
+    layers: list[CachedExperts] = []
+    chosen = choose_mode(options.cache, [store.layout for store in stores], device)
+    make_provider: Any = DeviceWeightProvider if chosen.mode == "device" else CachedWeightProvider
     for layer, store in zip(found, stores, strict=True):
-        num_rows = bank_rows(layer.num_experts, plan.capacity)
-        if num_rows and store.layout not in banks:
-            banks[store.layout] = StreamBanks(store.layout, num_rows, device)
         provider = make_provider(
             store,
             plan.capacity,
@@ -73,14 +71,14 @@ def attach_stores(
             banks=banks.get(store.layout),
             turn=turn,
         )
-        CachedExperts(layer.module, provider, device, options.algorithm)
+        layers.append(CachedExperts(layer.module, provider, device, options.algorithm))
         providers.append(provider)
     for this, following in itertools.pairwise(providers):
         if isinstance(this, DeviceWeightProvider) and isinstance(following, DeviceWeightProvider):
             this.next_provider = following
     model.eval()
     guard(model, [layer.module for layer in found])
-    if not all(provider.is_capturable for provider in providers):
+    if not all(layer.is_capturable for layer in layers):
         _keep_cuda_graphs_away(model)
     model.expert_cache = ExpertCache(
         names=tuple(layer.name for layer in found),
@@ -88,11 +86,28 @@ def attach_stores(
         capacity=plan.capacity,
         policy=options.cache.policy,
         store=options.cache.store,
-        mode=options.cache.mode,
+        mode=chosen.mode,
+        mode_reason=chosen.reason,
         reason=plan.reason,
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
     )
+
+
+def _make_banks(
+    found: Sequence[ExpertsModule],
+    stores: Sequence[ExpertStore],
+    capacity: int,
+    device: torch.device,
+) -> dict[ExpertLayout, StreamBanks]:
+    """Two banks for each kind of row, as large as the layer that needs most."""
+    num_rows: dict[ExpertLayout, int] = {}
+    for layer, store in zip(found, stores, strict=True):
+        needed = bank_rows(layer.num_experts, capacity)
+        num_rows[store.layout] = max(needed, num_rows.get(store.layout, 0))
+    return {
+        layout: StreamBanks(layout, count, device) for layout, count in num_rows.items() if count
+    }
 
 
 def check_early(
@@ -115,9 +130,7 @@ def check_early(
     """
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
-    if options.cache.mode == "device":
-        for layer in found:
-            check_device_mode(layer.layout, options.cache.policy, device)
+    choose_mode(options.cache, [layer.layout for layer in found], device)
     if options.cache.check_host_memory:
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from hotexperts.cache import ExpertWeightProvider, ExpertWeightResult
+from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat
 
 NAME = "hotexperts"
 PREFILL_MIN_TOKENS = 64  # calls of more tokens must not push decode's experts out
-MASKED_MAX_PAIRS = 4096  # beyond, picking a wave's pairs is worth the host's waiting for it
+MASKED_MAX_PAIRS = 4096  # beyond, picking each wave's pairs is worth a wait for the plan
 BATCHED_MAX_PAIRS = 64  # batched_mm copies the weights of every pair: only for few
 
 Algorithm: TypeAlias = Literal["auto", "eager", "batched_mm", "grouped_mm"]
@@ -64,12 +65,18 @@ class CachedExperts:
         _layers[self.key] = self
         module._hotexperts = self
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may contain a call."""
+        return self.provider.is_capturable and self.algorithm != "eager"
+
     def run(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts.
 
         Args:
             hidden: `[T, H]`.
-            index: `[T, K]` expert ids, -1 for none.
+            index: `[T, K]` expert ids, all of them valid: without expert parallelism, which is
+                refused, a router gives no others.
             weights: `[T, K]`.
 
         Returns:
@@ -79,29 +86,29 @@ class CachedExperts:
         waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
         with closing(waves):
             first = next(waves)
-            if not first.is_partial and algorithm != "eager":
+            if first.part is None and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)
             if algorithm == "eager":
                 return self._sum_by_expert(itertools.chain([first], waves), hidden, index, weights)
             rows = hidden.new_zeros(index.numel(), hidden.shape[-1])
+            pairs_by_part = self._pairs_by_part(first, index)
             for wave in itertools.chain([first], waves):
-                self._fill(algorithm, wave, hidden, rows)
+                pairs = pairs_by_part[wave.part] if pairs_by_part else wave.pairs
+                if pairs is None:
+                    self._fill_masked(algorithm, wave, hidden, rows)
+                elif pairs.numel() > 0:
+                    self._fill_pairs(algorithm, wave, pairs, hidden, rows)
         weighted = rows * weights.reshape(-1, 1)
         return weighted.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _fill(
-        self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Write the unweighted output of the wave's pairs into rows `[T * K, H]`."""
-        pairs = wave.pairs
-        if pairs is None and len(rows) > MASKED_MAX_PAIRS and not _is_capturing(rows):
-            # The host waits until the wave is there; the next ones are on their way meanwhile.
-            pairs = (wave.topk_ids.flatten() >= 0).nonzero().flatten()
-        if pairs is None:
-            self._fill_masked(algorithm, wave, hidden, rows)
-        elif pairs.numel() > 0:
-            self._fill_pairs(algorithm, wave, pairs, hidden, rows)
+    def _pairs_by_part(self, first: ExpertWeightResult, index: torch.Tensor) -> Any:
+        """Each wave's pairs, where the host may wait and it is worth it; else None."""
+        is_many = first.pairs is None and index.numel() > MASKED_MAX_PAIRS
+        if not is_many or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        assert isinstance(self.provider, DeviceWeightProvider), "the host's waves have pairs"
+        return self.provider.pairs_by_part(index)
 
     def _fill_pairs(
         self,
@@ -111,6 +118,7 @@ class CachedExperts:
         hidden: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
+        """Write the unweighted output of these pairs into rows `[T * K, H]`."""
         proxy = self._proxy(wave)
         tokens = hidden[pairs // wave.topk_ids.shape[-1]]
         slots = wave.topk_ids.reshape(-1, 1)[pairs]
@@ -120,7 +128,7 @@ class CachedExperts:
     def _fill_masked(
         self, algorithm: str, wave: ExpertWeightResult, hidden: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """All pairs are computed with; those of other waves pass as a sentinel."""
+        """The same for the wave's pairs, which only the device knows: others pass as a sentinel."""
         slots = wave.topk_ids.reshape(-1, 1)
         is_served = slots >= 0
         proxy = self._proxy(wave)
@@ -165,7 +173,8 @@ class CachedExperts:
 
     def _proxy(self, wave: ExpertWeightResult) -> nn.Module:
         """The module as it would be with the wave's rows for experts; made once a tensor set."""
-        key = wave.tensors[0].data_ptr(), wave.is_partial
+        is_partial = wave.part is not None
+        key = wave.tensors[0].data_ptr(), is_partial
         proxy = self._proxies.get(key)
         if proxy is None:
             module = self._module()
@@ -176,13 +185,9 @@ class CachedExperts:
             proxy.__dict__.update(wave.tensors._asdict())
             proxy.__dict__["num_experts"] = wave.tensors[0].shape[0]
             # Ids beyond the rows are then skipped (see compat.SENTINEL_FLAG).
-            proxy.__dict__[compat.SENTINEL_FLAG] = wave.is_partial
+            proxy.__dict__[compat.SENTINEL_FLAG] = is_partial
             self._proxies[key] = proxy
         return proxy
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _multiply(algorithm: str, module: nn.Module) -> Any:
@@ -201,7 +206,7 @@ def _experts(
 def _like_hidden(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    return torch.empty_like(hidden)
+    return hidden.new_empty(hidden.shape)  # contiguous, whatever hidden is
 
 
 # Opaque to torch.compile. What the host manages must stay outside of the CUDA graphs that it makes.
@@ -234,7 +239,7 @@ def experts_forward(
             "gradients through cached experts are not supported: run under torch.no_grad(), and "
             "train or fine-tune (PEFT) without an expert cache"
         )
-    op = _capturable_op if state.provider.is_capturable else _eager_op
+    op = _capturable_op if state.is_capturable else _eager_op
     return op(hidden_states, top_k_index, top_k_weights, state.key)
 
 

@@ -53,6 +53,8 @@ def _guarded(base: type[nn.Module]) -> type[nn.Module]:
     }
     if hasattr(base, "set_experts_implementation"):
         members["set_experts_implementation"] = _set_experts_implementation
+    if hasattr(base, "adjust_generation_fn"):
+        members["adjust_generation_fn"] = _adjust_generation_fn
     members |= {
         "train": _train,
         "_apply": _apply,
@@ -90,6 +92,14 @@ def _set_experts_implementation(self: Any, experts_implementation: str | dict[st
                 "experts_algorithm to load() instead",
             )
     _base(self).set_experts_implementation(self, experts_implementation)
+
+
+def _adjust_generation_fn(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`from_pretrained` ends with the folder's settings: what must not compile still must not."""
+    disable_compile = self.generation_config.disable_compile
+    _base(self).adjust_generation_fn(self, *args, **kwargs)
+    if disable_compile:
+        self.generation_config.disable_compile = True
 
 
 def _train(self: nn.Module, mode: bool = True) -> nn.Module:

@@ -19,7 +19,8 @@ class ExpertCache:
         capacity: slots a layer.
         policy: its name.
         store: "ram" or "file".
-        mode: "host" or "device".
+        mode: who manages them: "host" or "device".
+        mode_reason: why "auto" came to the host, as "host: no CUDA device"; else None.
         reason: where the capacity comes from, one line.
         banks: the streaming banks, one pair a layout.
         load_seconds: wall-clock seconds of loading.
@@ -31,6 +32,7 @@ class ExpertCache:
     policy: str
     store: str
     mode: str
+    mode_reason: str | None
     reason: str
     banks: tuple[StreamBanks, ...]
     load_seconds: float

@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from hotexperts.kernels.device import current
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.plan.layout import Counter, Scalar
 
 BLOCK_IDS = 128
-MAX_EXPERTS = 512  # keys of one layer
+_num_keys = 0  # one for each expert of each layer, so that a ledger never takes one for another
+
+
+def _new_keys(num_experts: int) -> int:
+    global _num_keys
+    first, _num_keys = _num_keys, _num_keys + num_experts
+    return first
 
 
 class BankFill:
@@ -22,7 +29,6 @@ class BankFill:
         gather: the copies' layout, of a bank's buffer.
         num_rows: rows of a bank.
         rows: int32 `[E, row_words]`, page-locked where the device is a GPU.
-        layer: tells the layers apart that share the banks.
         num_programs: programs that copy, beside those that compute.
         num_warps: warps of each.
         block_words: int32 words a program has on the way at once.
@@ -34,20 +40,21 @@ class BankFill:
         gather: GatherLayout,
         num_rows: int,
         rows: torch.Tensor,
-        layer: int,
         *,
         num_programs: int = 16,
         num_warps: int = 8,
         block_words: int = 4096,
     ) -> None:
-        layout = plan.layout
+        layout, device = plan.layout, plan.state.device
         self.num_rows = num_rows
         self.whole = plan.state[Scalar.WHOLE : Scalar.WHOLE + 1]
         self._passed = layout.view(plan.state, "passed")
         self._slot_of = layout.view(plan.state, "slot_of")
         self._copies = plan.counters[Counter.COPIES : Counter.COPIES + 1]
         self._rows = rows
-        self._first_key = layer * MAX_EXPERTS
+        self.first_key = _new_keys(layout.num_experts)
+        # What a fill ahead goes by: every program of it must see the same.
+        self._seen = torch.zeros(1 + layout.num_experts, dtype=torch.int32, device=device)
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
             "NUM_EXPERTS": layout.num_experts,
@@ -64,11 +71,17 @@ class BankFill:
             "num_warps": num_warps,
         }
 
+    @property
+    def read_later(self) -> list[torch.Tensor]:
+        """What a fill ahead may still read or write when its layer is gone."""
+        return [self._seen, self._passed, self._copies]
+
     def __call__(
         self,
         part: int,
         topk_ids: torch.Tensor,
         local: torch.Tensor,
+        row_of: torch.Tensor,
         bank: torch.Tensor,
         ledger: torch.Tensor,
     ) -> None:
@@ -79,10 +92,12 @@ class BankFill:
             topk_ids: int32 or int64, contiguous; -1 is ignored.
             local: same shape and dtype, written: rows of the bank, -1 where the part does not
                 serve the pair.
+            row_of: int32 `[E]`, written: the same by expert.
             bank: int32, the bank's buffer.
             ledger: int32 `[1 + num_rows]`, the bank's: 0, then the key of the expert in each row.
         """
-        self._launch(part, topk_ids, local, self.whole, bank, ledger, num_ids=topk_ids.numel())
+        written, num_ids = (local, row_of), topk_ids.numel()
+        self._launch(part, topk_ids, written, self.whole, bank, ledger, num_ids=num_ids)
 
     def ahead(
         self, part: int, whole: torch.Tensor, bank: torch.Tensor, ledger: torch.Tensor
@@ -97,13 +112,17 @@ class BankFill:
             bank: as above.
             ledger: as above.
         """
-        self._launch(part, self._slot_of, self._slot_of, whole, bank, ledger, is_ahead=True)
+        # The layer's next plan, or a reset, may write these while the fill runs.
+        self._seen[:1].copy_(whole)
+        self._seen[1:].copy_(self._slot_of)
+        nothing = self._passed, self._passed
+        self._launch(part, self._passed, nothing, self._seen[:1], bank, ledger, is_ahead=True)
 
     def _launch(
         self,
         part: int,
         topk_ids: torch.Tensor,
-        local: torch.Tensor,
+        written: tuple[torch.Tensor, torch.Tensor],
         whole: torch.Tensor,
         bank: torch.Tensor,
         ledger: torch.Tensor,
@@ -113,19 +132,20 @@ class BankFill:
     ) -> None:
         from hotexperts.kernels.gather.triton import fill_bank_kernel
 
-        fill_bank_kernel[self._grid](
-            topk_ids,
-            local,
-            self._passed,
-            self._slot_of,
-            whole,
-            ledger,
-            self._copies,
-            self._rows,
-            bank,
-            num_ids,
-            part * self.num_rows,
-            self._first_key,
-            AHEAD=is_ahead,
-            **self._constants,
-        )
+        with current(bank.device):
+            fill_bank_kernel[self._grid](
+                topk_ids,
+                *written,
+                self._passed,
+                self._seen[1:],
+                whole,
+                ledger,
+                self._copies,
+                self._rows,
+                bank,
+                num_ids,
+                part * self.num_rows,
+                self.first_key,
+                AHEAD=is_ahead,
+                **self._constants,
+            )

@@ -59,7 +59,7 @@ def fill_bank(
     topk_ids: torch.Tensor,
     first: int,
     first_key: int,
-) -> tuple[torch.Tensor, int]:
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Copy one part of the bypassed experts.
 
     Args:
@@ -73,8 +73,9 @@ def fill_bank(
         first_key: key of this layer's expert 0.
 
     Returns:
-        Rows of the bank for ids, -1 where this part does not serve the pair; and the number of
-        rows that were copied, which those are not that the ledger finds in place.
+        Rows of the bank for ids, -1 where this part does not serve the pair; the same by expert;
+        and the number of rows that were copied, which those are not that the ledger finds in
+        place.
     """
     row_of = places - first
     row_of[(row_of < 0) | (row_of >= len(ledger) - 1)] = -1
@@ -85,4 +86,4 @@ def fill_bank(
     held[row_of[experts].long()] = (first_key + experts).int()
     ids = topk_ids.long()
     local = torch.where(ids >= 0, row_of[ids.clamp(min=0)].long(), -1)
-    return local.to(topk_ids.dtype), len(experts_copied)
+    return local.to(topk_ids.dtype), row_of, len(experts_copied)

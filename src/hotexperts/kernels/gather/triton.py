@@ -63,6 +63,7 @@ def copy_row(
 def fill_bank_kernel(
     topk_ids,  # [N], int32 or int64
     local,  # [N], same dtype: bank rows, -1 where this part does not serve the pair
+    row_of,  # int32 [E]: the same by expert; if not AHEAD
     passed,  # int32 [E]: place of an expert among the bypassed, -1 for others; if not AHEAD
     slot_of,  # int32 [E]: slot of each expert, -1 for none; read if AHEAD
     whole,  # int32 [1]: 0 has nothing copied; read if AHEAD
@@ -110,6 +111,9 @@ def fill_bank_kernel(
 
     # A row that holds its expert already, from a fill ahead, is left alone.
     is_mine = (places >= first) & (places < first + NUM_ROWS)
+    if not AHEAD:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+        if i_program == 0:
+            tl.store(row_of + o_e, tl.where(is_mine, places - first, -1), mask=m_e)
     held = tl.load(ledger + 1 + places - first, mask=is_mine, other=-1)
     is_copied = is_mine & (held != first_key + o_e)
     tl.debug_barrier()

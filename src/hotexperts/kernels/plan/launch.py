@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hotexperts.errors import ConfigError
+from hotexperts.kernels.device import current
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
 from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, PlanLayout
@@ -105,27 +106,28 @@ class PlanGather:
         has_num_valid = num_valid_tokens is not None
         if num_ids > MAX_IDS:
             self._count(topk_ids, num_valid, has_num_valid=has_num_valid)
-        plan_gather_kernel[self._grid](
-            topk_ids,
-            num_valid,
-            self._counted,
-            self.state,
-            self.counters,
-            remapped,
-            self._rows,
-            self._buffer,
-            self._powers,
-            num_ids,
-            top_k,
-            max_bypassed,
-            int(evict),
-            num_waves,
-            int(may_cover_all),
-            HAS_NUM_VALID=has_num_valid,
-            HAS_COUNTS=num_ids > MAX_IDS,
-            BLOCK_N=min(32, max(2, _power_of_two(num_ids))),
-            **self._constants,
-        )
+        with current(self.state.device):
+            plan_gather_kernel[self._grid](
+                topk_ids,
+                num_valid,
+                self._counted,
+                self.state,
+                self.counters,
+                remapped,
+                self._rows,
+                self._buffer,
+                self._powers,
+                num_ids,
+                top_k,
+                max_bypassed,
+                int(evict),
+                num_waves,
+                int(may_cover_all),
+                HAS_NUM_VALID=has_num_valid,
+                HAS_COUNTS=num_ids > MAX_IDS,
+                BLOCK_N=min(32, max(2, _power_of_two(num_ids))),
+                **self._constants,
+            )
 
     def _count(
         self, topk_ids: torch.Tensor, num_valid: torch.Tensor, *, has_num_valid: bool
@@ -133,17 +135,18 @@ class PlanGather:
         from hotexperts.kernels.plan.count import count_kernel
 
         self._counted.zero_()  # also where an interrupt kept the plan from following its count
-        count_kernel[(COUNT_PROGRAMS,)](
-            topk_ids,
-            num_valid,
-            self._counted,
-            topk_ids.numel(),
-            topk_ids.shape[-1],
-            NUM_EXPERTS=self.layout.num_experts,
-            HAS_NUM_VALID=has_num_valid,
-            BLOCK_E=self._constants["BLOCK_E"],
-            BLOCK_N=COUNT_BLOCK,
-        )
+        with current(self.state.device):
+            count_kernel[(COUNT_PROGRAMS,)](
+                topk_ids,
+                num_valid,
+                self._counted,
+                topk_ids.numel(),
+                topk_ids.shape[-1],
+                NUM_EXPERTS=self.layout.num_experts,
+                HAS_NUM_VALID=has_num_valid,
+                BLOCK_E=self._constants["BLOCK_E"],
+                BLOCK_N=COUNT_BLOCK,
+            )
 
 
 def _power_of_two(number: int) -> int:

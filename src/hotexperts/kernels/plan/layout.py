@@ -120,15 +120,17 @@ class PlanLayout:
     def fresh(self, device: torch.device) -> torch.Tensor:
         """The state of an empty cache, int32 `[num_words]`."""
         state = torch.zeros(self.num_words, dtype=torch.int32)
-        self.clear(state)
-        return state.to(device)
-
-    def clear(self, state: torch.Tensor) -> None:
-        """Make `state` that of an empty cache, in place and in stream order."""
-        state.zero_()
         state[self.slot_of : self.policy_base] = NOWHERE
         for name, initial in _FIELDS[self.policy].items():
             state[self.fields[name] : self.fields[name] + self.num_experts] = initial
+        return state.to(device)
+
+    def clear(self, state: torch.Tensor) -> None:
+        """Make `state` that of an empty cache, in place and in stream order.
+
+        At once: an interrupt in the middle would leave experts in slots that do not hold them.
+        """
+        state.copy_(self.fresh(state.device))
 
     def view(self, state: torch.Tensor, name: str) -> torch.Tensor:
         """A field of the state: "slot_of", "expert_of", "passed" or one of the policy's."""

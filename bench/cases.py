@@ -1,0 +1,87 @@
+"""The cases of a benchmark, each in a process of its own, and what is known written after each.
+
+The parent calls its own script again with `--measure CASE`; the last line that this prints is the
+case's row. A case that fails has its exit status for a row, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+
+Row = dict[str, Any]
+Table = dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a script measures.
+
+    Attributes:
+        name: the script's, with hyphens.
+        cases: names of what it measures by default, in order.
+        measure: one case in this process; called with its name and the script's arguments.
+        about: what the results say of all cases.
+        compare: called with the rows so far, after each case: adds to them what compares one with
+            another, and returns what the results say beside them.
+        show: a row in a line.
+    """
+
+    name: str
+    cases: Sequence[str]
+    measure: Callable[[str, argparse.Namespace], Row]
+    about: dict[str, Any]
+    compare: Callable[[Table], dict[str, Any]]
+    show: Callable[[Row], str] = json.dumps
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every script takes."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--traces", type=Path, required=True, help="folder: see docs/traces.md")
+    found.add_argument("--out", type=Path, help="result file, written after each case")
+    found.add_argument("--cases", nargs="*", help="instead of all")
+    found.add_argument("--measure", help=argparse.SUPPRESS)
+    return found
+
+
+def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
+    """Measure every case that is asked for, or be the child that measures one.
+
+    Raises:
+        SystemExit: a case failed.
+    """
+    if args.measure:
+        print(json.dumps(benchmark.measure(args.measure, args)))
+        return
+    table: Table = {}
+    for case in args.cases or benchmark.cases:
+        table[case] = _child(case)
+        done = {name: row for name, row in table.items() if "failed" not in row}
+        more = benchmark.compare(done)
+        show = benchmark.show if case in done else json.dumps
+        print(f"{case:16} {show(table[case])}", flush=True)
+        if args.out:
+            machine.write(args.out, benchmark.name, {**benchmark.about, "cases": table, **more})
+    failed = [case for case, row in table.items() if "failed" in row]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _child(case: str) -> Row:
+    command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"failed": done.returncode}
+    row: Row = json.loads(done.stdout.strip().split("\n")[-1])
+    return row

@@ -1,0 +1,144 @@
+"""All caches of one model in one process: how many slots, who shares what, what was counted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.cache.turn import Turn
+from hotexperts.config import Bytes, format_bytes
+from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.vllm.compat import DIALECTS
+from hotexperts.integrations.vllm.experts import CachedFusedExperts
+from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.integrations.vllm.weights import per_expert_parameters, put_slots
+from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
+
+log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
+
+
+class ModelCaches:
+    """The caches of a model's layers, built one after another as vLLM loads them.
+
+    Args:
+        options: the user's choices.
+        config: vLLM's `VllmConfig`.
+    """
+
+    def __init__(self, options: ExpertCacheOptions, config: Any) -> None:
+        self.options = options
+        self.config = config
+        self.num_expected = 0
+        self.layers: dict[str, CachedFusedExperts] = {}
+        self._plan: SizePlan | None = None
+        self._banks: dict[ExpertLayout, StreamBanks] = {}
+        self._turn: Turn | None = None
+
+    def add(self, layer: nn.Module, method: Any) -> None:
+        """Move a loaded layer's experts into a store and give it slots instead.
+
+        Raises:
+            UnsupportedModelError: its method or kernel is not one that we know.
+            ConfigError: the slots do not fit.
+            HostMemoryError: the experts do not.
+        """
+        kernel = getattr(method, "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        dialect = DIALECTS.get(type(experts).__name__)
+        if dialect is None:
+            found = type(method).__name__ if experts is None else type(experts).__name__
+            raise UnsupportedModelError(
+                f"{layer.layer_name} runs on {found}, which does not work with {flag('size')}: "
+                f"known are {', '.join(sorted(DIALECTS))}"
+            )
+        num_experts = layer.local_num_experts
+        parameters = per_expert_parameters(layer, experts, num_experts)
+        provider = self._provider(parameters, num_experts, layer.top_k)
+        put_slots(layer, parameters, provider.slot_tensors)
+        self.layers[layer.layer_name] = CachedFusedExperts(
+            provider, experts, parameters, dialect, self.options.prefill_tokens
+        )
+
+    def reset(self) -> None:
+        """Forget what warm-up asked for, and say what was built."""
+        for layer in self.layers.values():
+            layer.provider.reset()
+        log.info("%s", self.describe())
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Each layer's counters by its name; waits for the device."""
+        return {name: layer.provider.stats.as_dict() for name, layer in self.layers.items()}
+
+    def describe(self) -> str:
+        """One line on slots, memory and policy."""
+        providers = [layer.provider for layer in self.layers.values()]
+        slots = sum(provider.slot_nbytes for provider in providers)
+        banks = sum(bank.nbytes for bank in self._banks.values())
+        host = sum(provider.store.host_nbytes for provider in providers)
+        reason = self._plan.reason if self._plan else "no layers"
+        return (
+            f"expert cache: {reason}; {len(providers)} layers, policy "
+            f"{self.options.cache.policy}; slots {format_bytes(slots)}, banks "
+            f"{format_bytes(banks)}, host {format_bytes(host)}"
+        )
+
+    def _provider(
+        self, parameters: dict[str, Any], num_experts: int, top_k: int
+    ) -> StreamingProvider:
+        tensors = {name: parameter.data for name, parameter in parameters.items()}
+        device = next(iter(tensors.values())).device
+        layout, _ = ExpertLayout.of(tensors)
+        capacity = self._capacity(LayerShape(num_experts, top_k, layout.row_nbytes), device)
+        self._turn = self._turn or Turn(device)
+        num_rows = bank_rows(num_experts, capacity)
+        if num_rows and layout not in self._banks:
+            self._banks[layout] = StreamBanks(layout, num_rows, device)
+            for buffer in self._banks[layout].buffers:
+                buffer.zero_()  # a pair of weight 0 must not meet NaN
+        store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
+        make: Any = DeviceWeightProvider if device.type == "cuda" else CachedWeightProvider
+        provider: StreamingProvider = make(
+            store,
+            capacity,
+            policy=self.options.cache.policy,
+            device=device,
+            banks=self._banks.get(layout),
+            turn=self._turn,
+        )
+        provider.slot_buffer.zero_()
+        return provider
+
+    def _capacity(self, shape: LayerShape, device: torch.device) -> int:
+        size = self.options.cache.size
+        if self._plan is None:
+            shapes = [shape] * max(1, self.num_expected)
+            if isinstance(size, int) and not isinstance(size, Bytes):
+                self._plan = fixed_capacity(size, shapes)
+            else:
+                self._plan = capacity_for_budget(*self._budget(size, device), shapes)
+        return min(self._plan.capacity, shape.num_experts)
+
+    def _budget(self, size: Any, device: torch.device) -> tuple[int, int]:
+        """Bytes to spend in all, and what of them goes for other things than slots and banks."""
+        if device.type != "cuda":
+            raise ConfigError(
+                f"{flag('size')} auto and {flag('gib')} need a GPU: give {flag('size')} N"
+            )
+        total = torch.cuda.get_device_properties(device).total_memory
+        usable = int(self.config.cache_config.gpu_memory_utilization * total)
+        budget = size.num_bytes if isinstance(size, Bytes) else usable
+        return budget, torch.cuda.memory_allocated(device) + self._kv_nbytes()
+
+    def _kv_nbytes(self) -> int:
+        """KV cache of up to four sequences of the greatest length."""
+        model, parallel = self.config.model_config, self.config.parallel_config
+        num_tokens = model.max_model_len * min(self.config.scheduler_config.max_num_seqs, 4)
+        heads = model.get_num_kv_heads(parallel) * model.get_head_size()
+        return 2 * num_tokens * heads * model.get_num_layers(parallel) * model.dtype.itemsize

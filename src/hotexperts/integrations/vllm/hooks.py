@@ -1,0 +1,123 @@
+"""Where vLLM is held: how a layer gets its weights, which kernels it may take, and its workers."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hotexperts.integrations.vllm import options
+from hotexperts.integrations.vllm.compat import DIALECTS, check_names
+from hotexperts.integrations.vllm.options import flag
+
+# Caches of this process's models, a draft model's among them; each lives as long as its model.
+_models: list[weakref.ref[Any]] = []
+
+
+def patch_layers(module: Any) -> None:
+    """Create a cached model's expert weights on the host and harvest them layer by layer."""
+    cls = module.RoutedExperts
+    original = cls._get_quant_method
+    is_checked = False
+
+    @functools.wraps(original)
+    def _get_quant_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_checked
+        method = original(self, *args, **kwargs)
+        config = current_config()
+        wanted = wanted_by(config)
+        if wanted is None:
+            return method
+        if not is_checked:
+            check_names(module)
+            is_checked = True
+        return _cached(method, caches_of(config, wanted))
+
+    cls._get_quant_method = _get_quant_method
+
+
+def _cached(method: Any, caches: Any) -> Any:
+    import torch
+
+    caches.num_expected += 1
+    create, process = method.create_weights, method.process_weights_after_loading
+
+    def create_weights(*args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            create(*args, **kwargs)
+
+    def process_weights_after_loading(layer: Any) -> None:
+        process(layer)
+        caches.add(layer, method)
+
+    method.create_weights = create_weights
+    method.process_weights_after_loading = process_weights_after_loading
+    return method
+
+
+def patch_kernels(module: Any) -> None:
+    """Keep a cached model from kernels whose tensors we do not know."""
+    cls = module.FusedMoEExperts
+    original = cls.is_supported_config
+
+    @functools.wraps(original)
+    def is_supported_config(experts: Any, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        if wanted_by(current_config()) is not None and not _is_known(experts):
+            return False, f"{experts.__name__} does not work with {flag('size')}"
+        return original(experts, *args, **kwargs)
+
+    cls.is_supported_config = staticmethod(is_supported_config)
+
+
+def _is_known(experts: Any) -> bool:
+    return experts.__name__ in DIALECTS and not experts.is_monolithic()
+
+
+def patch_workers(module: Any) -> None:
+    """Forget what warm-up asked for, and let `collective_rpc` read a worker's counters."""
+
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.worker.compile_or_warm_up_model(*args, **kwargs)
+        for caches in _alive():
+            caches.reset()
+        return result
+
+    def expert_cache_stats(self: Any) -> list[dict[str, dict[str, int]]]:
+        """Counters of this worker's models: each layer's by its name."""
+        return [caches.stats() for caches in _alive()]
+
+    wrapper: Any = module.WorkerWrapperBase
+    wrapper.compile_or_warm_up_model = compile_or_warm_up_model
+    wrapper.expert_cache_stats = expert_cache_stats
+
+
+def current_config() -> Any:
+    """The `VllmConfig` of the model under construction, or None."""
+    from vllm import config
+
+    read: Callable[[], Any] | None = getattr(config, "get_current_vllm_config_or_none", None)
+    return read() if read is not None else config.vllm._current_vllm_config
+
+
+def wanted_by(config: Any) -> options.ExpertCacheOptions | None:
+    """What the configuration asks for; None where no cache is wanted."""
+    return None if config is None else options.from_additional_config(config.additional_config)
+
+
+def caches_of(config: Any, wanted: options.ExpertCacheOptions) -> Any:
+    """The caches of the model that this configuration describes."""
+    from hotexperts.integrations.vllm.caches import ModelCaches
+
+    for caches in _alive():
+        if caches.config is config:
+            return caches
+    caches = ModelCaches(wanted, config)
+    _models.append(weakref.ref(caches))
+    return caches
+
+
+def _alive() -> list[Any]:
+    found = [caches for reference in _models if (caches := reference()) is not None]
+    _models[:] = [weakref.ref(caches) for caches in found]
+    return found

@@ -1,0 +1,116 @@
+"""The user's choices, as they travel through vLLM's `additional_config` to every process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hotexperts.config import DEFAULT_POLICY, Bytes, CacheConfig, CacheSize, parse_cache_size
+from hotexperts.errors import ConfigError
+from hotexperts.policy import POLICIES
+
+KEY = "hotexperts"  # in additional_config
+NAMES = ("size", "gib", "policy", "options")
+MORE_OPTIONS = ("prefill_tokens",)
+DEFAULT_PREFILL_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCacheOptions:
+    """What was asked for, checked.
+
+    Attributes:
+        cache: size and policy; the mode follows from the device.
+        prefill_tokens: calls of more tokens are prefills: they evict nobody.
+    """
+
+    cache: CacheConfig
+    prefill_tokens: int = DEFAULT_PREFILL_TOKENS
+
+
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return f"--moe-expert-cache-{name}"
+
+
+def keyword(name: str) -> str:
+    """An option's name as a keyword argument of `LLM` and `EngineArgs`."""
+    return f"moe_expert_cache_{name}"
+
+
+def from_additional_config(additional: Any) -> ExpertCacheOptions | None:
+    """The options in a finished configuration; None where no cache was asked for.
+
+    Raises:
+        ConfigError: one that cannot take effect; the message names its flag.
+    """
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    return None if given is None else parse(given)
+
+
+def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
+    """Check the options.
+
+    Args:
+        given: by the names of `NAMES`, those that were given.
+
+    Raises:
+        ConfigError: one that cannot take effect; the message names its flag.
+    """
+    unknown = sorted(set(given) - set(NAMES))
+    if unknown:
+        raise ConfigError(f"additional_config[{KEY!r}] has {unknown}: use {', '.join(NAMES)}")
+    more = _parse_more(given.get("options"))
+    prefill_tokens = more.get("prefill_tokens", DEFAULT_PREFILL_TOKENS)
+    if not isinstance(prefill_tokens, int) or prefill_tokens < 1:
+        raise ConfigError(
+            f"{flag('options')}: prefill_tokens is {prefill_tokens!r}: give at least 1 token"
+        )
+    policy = given.get("policy") or DEFAULT_POLICY
+    try:
+        POLICIES.load(policy)
+        cache = CacheConfig(_parse_size(given), policy, "ram")
+    except ConfigError as error:
+        raise ConfigError(f"{_blame(str(error))}: {error}") from error
+    return ExpertCacheOptions(cache, prefill_tokens)
+
+
+def _parse_size(given: Mapping[str, Any]) -> CacheSize:
+    size, gib = given.get("size"), given.get("gib")
+    if (size is None) == (gib is None):
+        raise ConfigError(f"give one of {flag('size')} N|auto and {flag('gib')} G")
+    if size is not None:
+        parsed = parse_cache_size(size)
+        if isinstance(parsed, Bytes):
+            raise ConfigError(f"the size is {size!r}: give a number of slots, or use {flag('gib')}")
+        return parsed
+    try:
+        num_bytes = int(float(str(gib)) * 2**30)
+    except (TypeError, ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes < 1:
+        raise ConfigError(f"a budget of {gib!r} GiB: give a number above 0")
+    return Bytes(num_bytes)
+
+
+def _parse_more(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{flag('options')} is no JSON ({error}): {given[:80]}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{flag('options')} is {given!r}: give a JSON object")
+    unknown = sorted(set(given) - set(MORE_OPTIONS))
+    if unknown:
+        raise ConfigError(f"{flag('options')} has {unknown}: known are {', '.join(MORE_OPTIONS)}")
+    return given
+
+
+def _blame(message: str) -> str:
+    """The flag to turn, by what the message is about."""
+    return flag("policy") if "policy" in message else flag("size")

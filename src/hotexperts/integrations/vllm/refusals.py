@@ -1,0 +1,81 @@
+"""What an expert cache in vLLM does not work with: refused at start, by name, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOperationError
+from hotexperts.integrations.vllm.compat import check_version
+from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+
+
+def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
+    """Check vLLM's finished configuration, before weights load.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        wanted: what the user asked for.
+
+    Raises:
+        UnsupportedModelError: not an MoE model, or an unknown vLLM.
+        ConfigError: more slots than experts.
+        UnsupportedOperationError: a feature that would break the cache, or that the cache would
+            break; the message names its flag.
+    """
+    check_version()
+    model = config.model_config
+    num_experts = model.get_num_experts()
+    if not num_experts:
+        raise UnsupportedModelError(
+            f"{model.model} is not a Mixture-of-Experts model: run it without {flag('size')}"
+        )
+    size = wanted.cache.size
+    num_local = num_experts // _expert_parallel_size(config)
+    if isinstance(size, int) and size > num_local:
+        raise ConfigError(
+            f"{flag('size')} {size}: a layer has only {num_local} experts here: give at most "
+            f"{num_local}, or 'auto'"
+        )
+    for name, remedy in _conflicts(config):
+        raise UnsupportedOperationError(f"{name} does not work with {flag('size')}: {remedy}")
+
+
+def _expert_parallel_size(config: Any) -> int:
+    parallel = config.parallel_config
+    if not parallel.enable_expert_parallel:
+        return 1
+    return parallel.tensor_parallel_size * parallel.data_parallel_size
+
+
+def _conflicts(config: Any) -> Iterator[tuple[str, str]]:
+    """Features in use that exclude a cache: name, remedy."""
+    parallel, offload = config.parallel_config, config.offload_config
+    if parallel.enable_eplb:
+        yield "--enable-eplb", "it moves experts between ranks; leave it off"
+    if parallel.use_ubatching:
+        yield "--enable-dbo", "two threads would share one cache; leave it off"
+    if getattr(parallel, "enable_elastic_ep", False):
+        yield "--enable-elastic-ep", "it changes the experts of a rank; leave it off"
+    if "low_latency" in str(parallel.all2all_backend):
+        yield (
+            f"--all2all-backend {parallel.all2all_backend}",
+            "its kernels index experts in batches; use allgather_reducescatter",
+        )
+    if config.lora_config is not None:
+        yield "--enable-lora", "adapters on experts index them by themselves; merge the adapter"
+    if config.model_config.enable_sleep_mode:
+        yield "--enable-sleep-mode", "waking up would leave the slots without their experts"
+    if offload is not None:
+        yield from _offload_conflicts(offload)
+
+
+def _offload_conflicts(offload: Any) -> Iterator[tuple[str, str]]:
+    if offload.prefetch.offload_group_size:
+        yield "--offload-group-size", "it would offload the slots; leave it off"
+    params = set(offload.uva.cpu_offload_params or ())
+    if offload.uva.cpu_offload_gb and (not params or any("expert" in p for p in params)):
+        yield (
+            "--cpu-offload-gb",
+            "it would offload the slots; name other weights with --cpu-offload-params",
+        )

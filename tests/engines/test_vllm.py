@@ -1,0 +1,172 @@
+"""Stock vLLM with the plug-in installed: cached equals uncached, flags, refusals, a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotexperts.errors import ConfigError, UnsupportedOperationError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM warns a lot
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "enforce_eager": True,
+    "seed": 0,
+    "enable_prefix_caching": False,
+}
+PROMPTS = [[5, 9, 17, 33, 65], list(range(3, 103))]
+Checkpoint = Callable[[str], Path]
+
+
+def generate(path: Path, temperature: float, **options: Any) -> tuple[list[Any], Any]:
+    """Tokens of two prompts, 16 each, and the layers' counters where there is a cache."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(path), **OPTIONS | options)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    params = SamplingParams(temperature=temperature, max_tokens=16, ignore_eos=True, seed=1)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.collective_rpc("expert_cache_stats")[0]
+    return [output.outputs[0].token_ids for output in outputs], stats[-1] if stats else None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmoe"])
+def test_one_wave_gives_the_uncached_tokens(name: str, checkpoint: Checkpoint) -> None:
+    """With a slot for every expert nothing is summed apart; vLLM's CPU kernel adds up a token's
+    experts in the order of their slots, so the last bit may differ, and greedy does not see it."""
+    expected, nothing = generate(checkpoint(name), 0.0)
+    found, stats = generate(checkpoint(name), 0.0, moe_expert_cache_size=16)
+    assert nothing is None
+    assert found == expected
+    assert len(stats) == 4
+    assert all(layer["misses"] > 0 and layer["evictions"] == 0 for layer in stats.values())
+
+
+def test_waves_give_the_uncached_tokens(checkpoint: Checkpoint) -> None:
+    """Greedy on trained weights, down to one slot; warm-up left nothing in the counters."""
+    expected, _ = generate(checkpoint("demo"), 0.0)
+    for size, policy in ((12, "adv"), (4, "lru"), (1, "lru")):
+        options = {"moe_expert_cache_size": size, "moe_expert_cache_policy": policy}
+        found, stats = generate(checkpoint("demo"), 0.0, **options)
+        assert found == expected
+        layer = stats["model.layers.5.mlp.experts"]
+        assert layer["calls"] <= 2 + 16
+        assert layer["bypasses"] > 0
+        assert layer["waves"] > layer["calls"]
+
+
+def test_what_cannot_work_is_refused_before_weights_load(checkpoint: Checkpoint) -> None:
+    from vllm import LLM
+
+    for options, error, message in (
+        ({"moe_expert_cache_size": 0}, ConfigError, "--moe-expert-cache-size: .*at least 1"),
+        ({"moe_expert_cache_size": 17}, ConfigError, "only 16 experts here: give at most 16"),
+        (
+            {"moe_expert_cache_size": 4, "moe_expert_cache_policy": "best"},
+            ConfigError,
+            "--moe-expert-cache-policy.*best",
+        ),
+        (
+            {"moe_expert_cache_size": 4, "enable_lora": True},
+            UnsupportedOperationError,
+            "--enable-lora does not work",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            LLM(str(checkpoint("qwen3")), **OPTIONS | options)
+
+
+def test_the_hooked_names_are_there() -> None:
+    """What the plug-in relies on in the installed vLLM, module by module."""
+    import importlib
+
+    from hotexperts.integrations.vllm.compat import HOOKED, check_names
+
+    for name in HOOKED:
+        check_names(importlib.import_module(name))
+
+
+@contextmanager
+def serving(path: Path, *flags: str) -> Iterator[str]:
+    """The address of `vllm serve`, ready."""
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(path), "--port", "8642"]
+    command += ["--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager", *flags]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    server = subprocess.Popen(command, env=environment)
+    url = "http://127.0.0.1:8642"
+    try:
+        for _ in range(240):
+            if server.poll() is not None:
+                raise RuntimeError(f"vllm serve ended with status {server.returncode}")
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def complete(url: str, path: Path) -> list[str]:
+    body = {"model": str(path), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    body |= {"ignore_eos": True, "logprobs": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["logprobs"]["tokens"]
+
+
+def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
+    """Engine and server are processes of their own; the flag reaches them all."""
+    path = checkpoint("qwen3")
+    with serving(path, "--moe-expert-cache-size", "16") as url:
+        found = complete(url, path)
+    expected, _ = generate(path, 0.0)
+    assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
+
+
+def test_help_shows_the_flags() -> None:
+    vllm = Path(sys.executable).parent / "vllm"
+    command = [str(vllm), "serve", "--help=hotexperts"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in ("size", "gib", "policy", "options"):
+        assert f"--moe-expert-cache-{name}" in found
+
+
+def test_two_ranks_cache_their_own_shards(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallel: each rank has half of every expert; both see the same ids."""
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    found, counters = [], []
+    for options in ({}, {"moe_expert_cache_size": 16}):
+        llm = LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, **OPTIONS | options)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+        found.append(list(outputs[0].outputs[0].token_ids))
+        counters.append(llm.collective_rpc("expert_cache_stats"))
+        llm.llm_engine.engine_core.shutdown()
+    assert found[0] == found[1]
+    assert counters[0] == [[], []]
+    (first,), (second,) = counters[1]
+    assert first == second
+    assert all(layer["misses"] > 0 for layer in first.values())

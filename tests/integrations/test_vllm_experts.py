@@ -1,0 +1,161 @@
+"""The cached kernel against the full one, on a stand-in of vLLM's Triton experts."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore
+from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations.vllm.experts import CachedFusedExperts
+from hotexperts.integrations.vllm.weights import per_expert_parameters, put_slots
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
+E, K, H, N = 12, 3, 8, 4
+
+
+class TritonLikeExperts:
+    """One row a pair, rows of absent experts zero, then the sum of rows, as vLLM's has it."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = bias
+
+    def apply(self, **call: Any) -> None:
+        ids = call["topk_ids"].long()
+        if call["expert_map"] is not None:
+            ids = call["expert_map"].long()[ids.clamp(min=0)].where(ids >= 0, -1)
+        w1, w2, hidden = call["w1"], call["w2"], call["hidden_states"]
+        rows = torch.zeros(*ids.shape, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+        for t, k in (ids >= 0).nonzero().tolist():
+            expert = ids[t, k]
+            out = w2[expert] @ torch.relu(w1[expert] @ hidden[t]) + self.bias[expert]
+            rows[t, k] = out * call["topk_weights"][t, k].to(out.dtype)
+        self.moe_sum(rows, call["output"])
+
+    def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        output.copy_(rows.sum(1))
+
+
+class CPULikeExperts(TritonLikeExperts):
+    """Knows no map and serves every pair; sums in float32."""
+
+    def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        output.copy_(rows.float().sum(1))
+
+
+def make_layer(num_experts: int = E) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    layer: Any = nn.Module()
+    for name, shape in {"w13_weight": (N, H), "w2_weight": (H, N), "w2_bias": (H,)}.items():
+        data = torch.randn(num_experts, *shape, generator=generator, dtype=torch.bfloat16)
+        layer.register_parameter(name, nn.Parameter(data.to(DEVICE), requires_grad=False))
+    layer.layer_name = "model.layers.0.mlp.experts"
+    return layer
+
+
+def cached(layer: Any, experts: Any, capacity: int, dialect: str) -> CachedFusedExperts:
+    num_experts = len(layer.w13_weight)
+    parameters = per_expert_parameters(layer, experts, num_experts)
+    store = CPUBackingStore.from_tensors(
+        {name: p.data for name, p in parameters.items()}, pin=DEVICE == "cuda"
+    )
+    provider: StreamingProvider
+    if dialect == "map":
+        provider = DeviceWeightProvider(store, capacity, device=DEVICE)
+    else:
+        provider = CachedWeightProvider(store, capacity, device=DEVICE)
+    for buffer in [provider.slot_buffer, *(provider._banks.buffers if provider._banks else [])]:
+        buffer.zero_()
+    put_slots(layer, parameters, provider.slot_tensors)
+    return CachedFusedExperts(provider, experts, parameters, dialect, prefill_tokens=8)
+
+
+def make_call(layer: Any, num_tokens: int, seed: int, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    num_ids = changes.pop("num_ids", E)
+    ids = torch.rand(num_tokens, num_ids, generator=generator).argsort(-1)[:, :K].int()
+    call = {
+        "output": torch.full((num_tokens, H), 7.0, dtype=torch.bfloat16),
+        "hidden_states": torch.randn(num_tokens, H, generator=generator).bfloat16(),
+        "topk_weights": torch.rand(num_tokens, K, generator=generator),
+        "topk_ids": ids,
+    }
+    call = {name: tensor.to(DEVICE) for name, tensor in call.items()}
+    weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
+    return call | weights | changes
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("capacity", [1, 4, 9, 12])
+def test_waves_over_a_map_equal_the_full_kernel_bit_for_bit(capacity: int) -> None:
+    """Decode and prefill, single and many waves; the bias is read from the layer's parameter."""
+    full = make_layer()
+    reference = TritonLikeExperts(full.w2_bias)
+    layer = make_layer()
+    experts = TritonLikeExperts(layer.w2_bias)
+    state = cached(layer, experts, capacity, "map")
+    for seed, num_tokens in enumerate((1, 2, 5, 11, 1, 3)):
+        call = make_call(layer, num_tokens, seed)
+        expected = make_call(full, num_tokens, seed)
+        reference.apply(**expected)
+        experts.apply(**call)
+        assert torch.equal(call["output"], expected["output"])
+    assert state.provider.stats.misses > 0
+    assert layer.w2_bias.data_ptr() == state.provider.slot_tensors.w2_bias.data_ptr()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("capacity", [2, 6])
+def test_expert_parallel_ids_go_through_the_map(capacity: int) -> None:
+    """Twelve global experts, of which this rank has the odd ones; others' pairs give nothing."""
+    expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[1::2] = torch.arange(E // 2, dtype=torch.int32, device=DEVICE)
+    full, layer = make_layer(E // 2), make_layer(E // 2)
+    reference, experts = TritonLikeExperts(full.w2_bias), TritonLikeExperts(layer.w2_bias)
+    cached(layer, experts, capacity, "map")
+    for seed, num_tokens in enumerate((1, 4, 10)):
+        call = make_call(layer, num_tokens, seed, expert_map=expert_map)
+        expected = make_call(full, num_tokens, seed, expert_map=expert_map)
+        reference.apply(**expected)
+        experts.apply(**call)
+        assert torch.equal(call["output"], expected["output"])
+
+
+@pytest.mark.parametrize("capacity", [1, 4, 12])
+def test_kernels_without_a_map_add_up_in_float32(capacity: int) -> None:
+    """Each wave's part is rounded once: two roundings at most from the full kernel's."""
+    full, layer = make_layer(), make_layer()
+    reference, experts = CPULikeExperts(full.w2_bias), CPULikeExperts(layer.w2_bias)
+    cached(layer, experts, capacity, "zero")
+    for seed, num_tokens in enumerate((1, 3, 11)):
+        call, expected = make_call(layer, num_tokens, seed), make_call(full, num_tokens, seed)
+        reference.apply(**expected)
+        experts.apply(**call)
+        if capacity == E:
+            assert torch.equal(call["output"], expected["output"])
+        torch.testing.assert_close(call["output"], expected["output"], rtol=2**-6, atol=2**-5)
+
+
+def test_an_unknown_tensor_refuses_the_layer_by_name() -> None:
+    layer = make_layer()
+    layer.register_buffer("strange", torch.zeros(E, 3))
+    experts = TritonLikeExperts(layer.w2_bias)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0.*a tensor strange of shape"):
+        per_expert_parameters(layer, experts, E)
+    layer = make_layer()
+    experts = TritonLikeExperts(torch.zeros(E, H))
+    with pytest.raises(UnsupportedModelError, match=r"TritonLikeExperts\.bias of shape \[12, 8\]"):
+        per_expert_parameters(layer, experts, E)
+    scale = SimpleNamespace(scale=torch.ones(E))
+    experts = TritonLikeExperts(layer.w2_bias)
+    experts.quant_config = SimpleNamespace(_w1=scale)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModelError, match=r"quant_config\._w1\.scale"):
+        per_expert_parameters(layer, experts, E)
