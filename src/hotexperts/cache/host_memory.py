@@ -71,7 +71,8 @@ class HostBuffer:
 
 
 def _unlock(cudart: Any, address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still read
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a copy may still read
     cudart.cudaHostUnregister(address)
 
 
