@@ -36,6 +36,8 @@ def main() -> None:
         "verify": fenced("hotexperts verify", command(["verify"])),
         "python": plain(output([sys.executable, "-c", python_block(text)])),
         "decode": decode_table(),
+        "device": device_table(),
+        "prefill": prefill_table(),
         "load": load_table(),
     }
     if test_log:
@@ -101,6 +103,40 @@ def decode_table() -> str:
             f"| {row.get('capacity', '')} | {percent(row.get('hit_rate'))} "
             f"| {row['peak_gpu_bytes'] / 2**30:.2f} GiB |"
         )
+    return "\n".join(lines)
+
+
+def device_table() -> str:
+    results = json.loads((ROOT / "bench/results/device-decode.json").read_text())
+    lines = [
+        "| case | tokens/s | ms a step (mean) | slots a layer | hit rate |",
+        "|---|---|---|---|---|",
+    ]
+    for case, row in results["cases"].items():
+        mean = f"{row['step_ms_mean']:.2f}" if "step_ms_mean" in row else ""
+        speed = row["tokens_per_s"]
+        speed = speed["median"] if isinstance(speed, dict) else speed
+        lines.append(
+            f"| {case} | {speed:.1f} | {mean} | {row.get('capacity', '')} "
+            f"| {percent(row.get('hit_rate'))} |"
+        )
+    return "\n".join(lines)
+
+
+def prefill_table() -> str:
+    results = json.loads((ROOT / "bench/results/device-prefill.json").read_text())
+    names = {
+        "resident": "every expert on the GPU",
+        "all": "64 slots a layer, all hit",
+        "quarter-adv": "16 slots a layer",
+    }
+    lines = ["| | 512 tokens | 2048 | 8192 |", "|---|---|---|---|"]
+    for case, row in results["cases"].items():
+        cells = []
+        for found in row["prefill"].values():
+            part = f" ({percent(found['part_of_link'])} of the link)" if found["gb_s"] else ""
+            cells.append(f"{found['ms']['median']:.0f} ms{part}")
+        lines.append(f"| {names[case]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

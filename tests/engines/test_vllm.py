@@ -133,10 +133,19 @@ def complete(url: str, path: Path) -> list[str]:
 
 
 def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
-    """Engine and server are processes of their own; the flag reaches them all."""
+    """Engine and server are processes of their own; the flag reaches them all, and the engine's
+    counters come back in the server's metrics."""
     path = checkpoint("qwen3")
     with serving(path, "--moe-expert-cache-size", "16") as url:
         found = complete(url, path)
+        time.sleep(1.1)  # counters are published once a second
+        complete(url, path)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    counters = dict(line.rsplit(" ", 1) for line in lines if line.startswith("hotexperts_"))
+    assert float(counters['hotexperts_misses_total{rank="0"}']) > 0
+    assert float(counters['hotexperts_hits_total{rank="0"}']) > 0
+    assert float(counters['hotexperts_evictions_total{rank="0"}']) == 0
     expected, _ = generate(path, 0.0)
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
 

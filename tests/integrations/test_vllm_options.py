@@ -54,7 +54,9 @@ def engine_config(**changes: Any) -> SimpleNamespace:
     for name, values in parts.items():
         values.update(changes.pop(name, {}))
     config = {name: SimpleNamespace(**values) for name, values in parts.items()}
-    return SimpleNamespace(**{"lora_config": None, "additional_config": {}} | config | changes)
+    return SimpleNamespace(
+        **{"lora_config": None, "additional_config": {}, "instance_id": "i"} | config | changes
+    )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,7 +146,10 @@ class DeviceWeightProvider(StreamingProvider):
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot; waits for the device."""
-        counts = self.kernel.counters.cpu().tolist()
+        return self.stats_of(self.kernel.counters.cpu().tolist())
+
+    def stats_of(self, counts: Sequence[int]) -> CacheStats:
+        """The counters as they were when `kernel.counters` held these values."""
         return CacheStats(
             calls=counts[Counter.CALLS],
             hits=counts[Counter.HITS],

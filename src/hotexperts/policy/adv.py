@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hotexperts.policy.auto import AUTO, Averages, winners
+from hotexperts.policy.auto import AUTO, Averages
 from hotexperts.policy.ewma import SMALLEST
 from hotexperts.types import Event
 
@@ -63,26 +63,33 @@ class ADV(AUTO):
         hits = np.count_nonzero(self.held & demanded, axis=1)
         self.worth = (DISCOUNT * self.worth) + hits.astype(np.float32)
         self.worth[self.worth < SMALLEST] = 0
-        for held, score in zip(self.held, scores, strict=True):
-            self._move(held, score, demanded, evict=event.evict)
+        self._move(scores, demanded, evict=event.evict)
         best = int(np.argmax(self.worth))
         self.index = best if self.worth[best] > MARGIN * self.worth[HOME] else HOME
         self.score = scores[self.index]
 
     def _move(
-        self,
-        held: npt.NDArray[np.bool_],
-        score: npt.NDArray[np.float32],
-        demanded: npt.NDArray[np.bool_],
-        *,
-        evict: bool,
+        self, scores: npt.NDArray[np.float32], demanded: npt.NDArray[np.bool_], *, evict: bool
     ) -> None:
-        """One shadow's decision, carried out in `held`."""
-        free = self.capacity - int(np.count_nonzero(held))
-        misses = np.flatnonzero(demanded & ~held)
-        candidates = np.flatnonzero(held & ~demanded & evict)
-        candidates = candidates[np.argsort(score[candidates], kind="stable")]
-        forced = self._forces(int(np.count_nonzero(demanded)))
-        entered = winners(score, misses, candidates, free, len(misses), forced=forced)
-        held[candidates[: max(0, len(entered) - free)]] = False
-        held[entered] = True
+        """AUTO's decision for every shadow at once (see `winners`), carried out in `held`."""
+        held = self.held
+        missed, may_leave = demanded & ~held, held & ~demanded & evict
+        num_missed = np.count_nonzero(missed, axis=1)
+        free = self.capacity - np.count_nonzero(held, axis=1)
+        best_first = np.argsort(np.where(missed, -scores, np.inf), axis=1, kind="stable")
+        worst_first = np.argsort(np.where(may_leave, scores, np.inf), axis=1, kind="stable")
+        swaps = np.minimum(np.maximum(num_missed - free, 0), np.count_nonzero(may_leave, axis=1))
+        place = np.arange(self.num_experts)
+        if not self._forces(int(np.count_nonzero(demanded))):
+            challengers = np.minimum(place + free[:, None], self.num_experts - 1)
+            challengers = np.take_along_axis(best_first, challengers, axis=1)
+            wins = np.take_along_axis(scores, challengers, axis=1) > np.take_along_axis(
+                scores, worst_first, axis=1
+            )
+            swaps = np.count_nonzero(wins & (place < swaps[:, None]), axis=1)
+        num_entered = np.minimum(num_missed, free + swaps)
+        num_left = np.maximum(num_entered - free, 0)
+        enters, leaves = np.empty_like(held), np.empty_like(held)
+        np.put_along_axis(enters, best_first, place < num_entered[:, None], axis=1)
+        np.put_along_axis(leaves, worst_first, place < num_left[:, None], axis=1)
+        self.held = (held & ~leaves) | enters

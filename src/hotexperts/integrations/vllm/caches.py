@@ -37,6 +37,7 @@ class ModelCaches:
         self.config = config
         self.num_expected = 0
         self.layers: dict[str, CachedFusedExperts] = {}
+        self.publisher: Any = None  # see metrics.py
         self._plan: SizePlan | None = None
         self._banks: dict[ExpertLayout, StreamBanks] = {}
         self._turn: Turn | None = None

@@ -14,7 +14,7 @@ from hotexperts.errors import UnsupportedModelError
 
 KNOWN_VERSIONS = ("0.26", "0.27", "0.32", "0.33")
 # Hooked names: where, and the parameters that we rely on, in this order.
-HOOKED = {
+HOOKED: dict[str, dict[str, list[str]]] = {
     "vllm.engine.arg_utils": {
         "EngineArgs.add_cli_args": ["parser"],
         "EngineArgs.from_cli_args": ["cls", "args"],
@@ -53,8 +53,10 @@ HOOKED = {
     "vllm.model_executor.layers.fused_moe.experts.triton_moe": {
         "try_get_optimal_moe_config": ["w1_shape", "w2_shape"],
     },
+    "vllm.v1.metrics.prometheus": {"get_prometheus_registry": []},
     "vllm.v1.worker.worker_base": {
         "WorkerWrapperBase.init_worker": ["self"],
+        "WorkerWrapperBase.execute_model": ["self", "scheduler_output"],
     },
 }
 # Experts classes whose every per-expert tensor is known (see weights.py), by how a call says which

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hotexperts.integrations.vllm import options
+from hotexperts.integrations.vllm import options, prometheus
 from hotexperts.integrations.vllm.options import KEY, NAMES, flag, keyword
 
 _HELP = {
@@ -81,6 +81,7 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
             from hotexperts.integrations.vllm.refusals import check_engine
 
             check_engine(config, wanted)
+            prometheus.watch(config.instance_id)
         return config
 
     return create_engine_config

@@ -75,7 +75,8 @@ def _is_known(experts: Any) -> bool:
 
 
 def patch_workers(module: Any) -> None:
-    """Forget what warm-up asked for, and let `collective_rpc` read a worker's counters."""
+    """Forget what warm-up asked for, publish counters, and let `collective_rpc` read them."""
+    from hotexperts.integrations.vllm.metrics import publishers_of
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
@@ -83,11 +84,19 @@ def patch_workers(module: Any) -> None:
             caches.reset()
         return result
 
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for publisher in publishers_of(_alive(), self.global_rank):
+            publisher.after_step()
+        return result
+
     def expert_cache_stats(self: Any) -> list[dict[str, dict[str, int]]]:
         """Counters of this worker's models: each layer's by its name."""
         return [caches.stats() for caches in _alive()]
 
     wrapper: Any = module.WorkerWrapperBase
+    original = wrapper.execute_model
+    wrapper.execute_model = functools.wraps(original)(execute_model)
     wrapper.compile_or_warm_up_model = compile_or_warm_up_model
     wrapper.expert_cache_stats = expert_cache_stats
 

@@ -13,6 +13,7 @@ ARG_UTILS = "vllm.engine.arg_utils"
 ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
 MODULAR_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
 TRITON_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.triton_moe"
+PROMETHEUS = "vllm.v1.metrics.prometheus"
 WORKER_BASE = "vllm.v1.worker.worker_base"
 
 
@@ -22,6 +23,7 @@ def register() -> None:
     after_import(ROUTED_EXPERTS, _patch_layers)
     after_import(MODULAR_KERNEL, _patch_kernels)
     after_import(TRITON_EXPERTS, _patch_tuning)
+    after_import(PROMETHEUS, _patch_metrics)
     after_import(WORKER_BASE, _patch_workers)
 
 
@@ -103,6 +105,12 @@ def _patch_tuning(module: ModuleType) -> None:
     from hotexperts.integrations.vllm.compat import patch_tuning
 
     patch_tuning(module)
+
+
+def _patch_metrics(module: ModuleType) -> None:
+    from hotexperts.integrations.vllm.prometheus import patch
+
+    patch(module)
 
 
 def _patch_workers(module: ModuleType) -> None:

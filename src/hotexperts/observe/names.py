@@ -1,0 +1,14 @@
+"""The counters' public names and meanings, the same for every engine."""
+
+from __future__ import annotations
+
+PREFIX = "hotexperts_"
+COUNTERS = {
+    "calls": "MoE layer calls",
+    "hits": "Demanded experts that had a slot when the call began",
+    "misses": "Demanded experts that had none",
+    "bypasses": "Misses that were served without entering the cache",
+    "evictions": "Experts that gave up their slot",
+    "waves": "Kernel calls over part of a demand",
+    "bytes_moved": "Bytes copied from the store",
+}

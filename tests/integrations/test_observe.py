@@ -1,0 +1,63 @@
+"""Counters that one process leaves and another reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotexperts.integrations.vllm import metrics
+from hotexperts.observe import files
+from hotexperts.observe.names import COUNTERS
+from hotexperts.stats import CacheStats
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(files, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_every_counter_has_a_meaning() -> None:
+    assert set(COUNTERS) == set(CacheStats().as_dict())
+
+
+def test_counters_are_read_by_rank_and_strange_files_are_left_alone(folder: Path) -> None:
+    for rank in (1, 0):
+        counters = {"a": {"hits": rank, "misses": 2}, "b": {"hits": 10, "misses": 0}}
+        files.write_counters(files.counter_file("x", rank), counters)
+    (folder / "hotexperts-x-2.json").write_text("{ half")
+    (folder / "hotexperts-x-notes.json").write_text("{}")
+    files.write_counters(files.counter_file("y", 0), {})
+    found = files.read_counters("x")
+    assert list(found) == [0, 1]
+    assert files.total(found[1]) == {"hits": 11, "misses": 2}
+
+
+def test_a_publisher_writes_once_a_second_and_logs_what_is_new(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    stats = CacheStats(calls=1, hits=3, misses=1)
+    caches: Any = SimpleNamespace(
+        config=SimpleNamespace(instance_id="z"), layers={}, stats=lambda: {"a": stats.as_dict()}
+    )
+    publisher = metrics.Publisher(caches, 0)
+    with caplog.at_level("INFO", logger="vllm.hotexperts"):
+        publisher.after_step()
+        assert "75.0 % hits of 4" in caplog.text
+        stats.hits = 9
+        publisher.after_step()  # too early
+        assert files.read_counters("z")[0]["a"]["hits"] == 3
+        now[0] += 1.5
+        publisher.after_step()
+        assert files.read_counters("z")[0]["a"]["hits"] == 9
+        assert len(caplog.records) == 1
+        now[0] += 60
+        publisher.after_step()
+    assert "100.0 % hits of 6" in caplog.records[1].getMessage()
+    publisher.close()
+    assert files.read_counters("z") == {}
