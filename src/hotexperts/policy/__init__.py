@@ -9,14 +9,23 @@ POLICIES: Registry[Policy] = Registry(
     Policy,  # type: ignore[type-abstract]  # the base is only compared with
     {
         "adv": "hotexperts.policy.adv:ADV",
+        "arc": "hotexperts.policy.arc:ARC",
         "auto": "hotexperts.policy.auto:AUTO",
         "ewma": "hotexperts.policy.ewma:EWMA",
         "fifo": "hotexperts.policy.fifo:FIFO",
         "lcp": "hotexperts.policy.lcp:LCP",
+        "least-stale": "hotexperts.policy.least_stale:LeastStale",
         "lfru": "hotexperts.policy.lfru:LFRU",
         "lfu": "hotexperts.policy.lfu:LFU",
+        "lirs": "hotexperts.policy.lirs:LIRS",
         "lru": "hotexperts.policy.lru:LRU",
+        "lru-2": "hotexperts.policy.lru_2:LRU2",
+        "random": "hotexperts.policy.random_victim:Random",
+        "s3-fifo": "hotexperts.policy.s3_fifo:S3FIFO",
+        "sieve": "hotexperts.policy.sieve:SIEVE",
         "slru": "hotexperts.policy.slru:SLRU",
+        "static": "hotexperts.policy.static:Static",
+        "w-tinylfu": "hotexperts.policy.w_tinylfu:WTinyLFU",
     },
 )
 

@@ -1,0 +1,66 @@
+"""Static: a fixed profile says who is hot; uses do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hotexperts.errors import ConfigError
+from hotexperts.policy.auto import winners
+from hotexperts.policy.base import Policy
+from hotexperts.types import Event
+
+
+class Static(Policy):
+    """A fixed hot set, the reference that never adapts.
+
+    A miss enters a free slot, or the coldest resident's if the profile has it strictly hotter;
+    otherwise it passes by, as in a busy call of AUTO (see `winners`). So the hot set fills as it
+    is used, and stays: nothing is loaded ahead, unlike the preloaded set in the tables.
+
+    Args:
+        num_experts: see `Policy`.
+        capacity: see `Policy`.
+        profile: heat of every expert (uses counted elsewhere, say), compared as float32. None:
+            all alike, so that whoever came first stays.
+    """
+
+    name = "static"
+
+    def __init__(
+        self, num_experts: int, capacity: int, *, profile: Sequence[float] | None = None
+    ) -> None:
+        self.heat = np.zeros(num_experts, np.float32)
+        if profile is not None:
+            if len(profile) != num_experts:
+                raise ConfigError(f"profile has {len(profile)} values, give {num_experts}")
+            self.heat[:] = profile
+        super().__init__(num_experts, capacity)
+
+    def record(self, event: Event) -> None:
+        """Only time passes."""
+        self.tick += 1
+
+    def eviction_key(self, expert: int) -> float:
+        """Heat in the profile."""
+        return float(self.heat[expert])
+
+    def admit(
+        self,
+        misses: Sequence[int],
+        candidates: Sequence[int],
+        free: int,
+        num_demanded: int,
+        max_bypassed: int,
+    ) -> Sequence[int]:
+        """Those that are hotter than whom they replace."""
+        entered = winners(
+            self.heat,
+            np.array(misses, np.intp),
+            np.array(candidates, np.intp),
+            free,
+            max_bypassed,
+            forced=False,
+        )
+        return [int(expert) for expert in entered]
