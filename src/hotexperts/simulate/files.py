@@ -1,0 +1,44 @@
+"""Trace files by the end of their name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hotexperts.simulate.arrays import read_npz, write_npz
+from hotexperts.simulate.lines import read_csv, read_jsonl, write_jsonl
+from hotexperts.simulate.trace import Trace, TraceError
+
+READERS = {".npz": read_npz, ".jsonl": read_jsonl, ".csv": read_csv}
+WRITERS = {".npz": write_npz, ".jsonl": write_jsonl}
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace: `.npz` in either layout, `.jsonl` or `.csv` (see docs/traces.md).
+
+    Raises:
+        TraceError: the file cannot be read or is malformed; the message names file and place.
+    """
+    path = Path(path)
+    try:
+        reader = READERS.get(path.suffix)
+        if reader is None:
+            raise TraceError(f"unknown kind: the name ends in one of {', '.join(READERS)}")
+        return reader(path)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace as `.npz` (by token) or `.jsonl`, replacing what is there.
+
+    CSV is only read: it has no place for sequences and phases.
+
+    Raises:
+        TraceError: another kind of file.
+    """
+    path = Path(path)
+    writer = WRITERS.get(path.suffix)
+    if writer is None:
+        raise TraceError(f"{path}: cannot write this kind: end it in {' or '.join(WRITERS)}")
+    writer(trace, path)

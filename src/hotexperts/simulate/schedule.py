@@ -1,0 +1,117 @@
+"""In which order the tokens of a trace reach the cache: lanes of a batch, prefill and decode."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from hotexperts.errors import ConfigError
+from hotexperts.simulate.trace import DECODE, NOT_RECORDED, PREFILL, Trace
+
+Prefill = Literal["warm", "seed", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Tokens that pass through the model together.
+
+    Attributes:
+        tokens: their rows in the trace.
+        counted: decode; prefill is played and not counted.
+        evict: False takes free slots only.
+    """
+
+    tokens: list[int]
+    counted: bool
+    evict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What one layer is asked for in one step; see `Step` and `hotexperts.types.Event`."""
+
+    demand: list[int]
+    counts: list[int]
+    counted: bool
+    evict: bool
+
+
+def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
+    """The steps of a batch of lanes; a lane whose sequence ends takes the next unused one.
+
+    A prefill comes when its lane reaches it, before the decode step that follows it. The steps
+    end when a lane finds no further sequence, so that every batch is full.
+
+    Args:
+        trace: the recorded routing.
+        batch: lanes, 1 to the number of sequences.
+        prefill: "warm" plays it token by token, "seed" at once into free slots only, "ignore"
+            not at all.
+
+    Raises:
+        ConfigError: an argument out of range, or a trace without decode.
+    """
+    _check(trace, batch, prefill)
+    unused = deque(trace.sequences())
+    phase = trace.phase.tolist()
+    steps: list[Step] = []
+    lanes: list[deque[int]] = [deque() for _ in range(batch)]
+    while True:
+        found = [_next_decode(lane, unused, phase, prefill, steps) for lane in lanes]
+        tokens = [token for token in found if token is not None]
+        if len(tokens) < batch:
+            return steps
+        steps.append(Step(tokens, counted=True, evict=True))
+
+
+def layer_calls(trace: Trace, steps: list[Step], layer: int) -> Iterator[LayerCall]:
+    """One layer's calls in order; a step of which it has no record calls it not at all."""
+    for step in steps:
+        ids = trace.ids[step.tokens, layer]
+        demand, counts = np.unique(ids[ids != NOT_RECORDED], return_counts=True)
+        if len(demand):
+            yield LayerCall(demand.tolist(), counts.tolist(), step.counted, step.evict)
+
+
+def _check(trace: Trace, batch: int, prefill: Prefill) -> None:
+    num_sequences = len(trace.sequences())
+    if not 1 <= batch <= num_sequences:
+        raise ConfigError(
+            f"batch {batch}: the trace has {num_sequences} sequences: give 1 to {num_sequences}"
+        )
+    if prefill not in get_args(Prefill):
+        raise ConfigError(f"prefill {prefill!r}: give one of {', '.join(get_args(Prefill))}")
+    if DECODE not in trace.phase:
+        raise ConfigError("the trace has no decode tokens, and only these are counted")
+
+
+def _next_decode(
+    lane: deque[int],
+    unused: deque[list[int]],
+    phase: list[int],
+    prefill: Prefill,
+    steps: list[Step],
+) -> int | None:
+    """The lane's next decode token, with the prefill before it added to `steps`."""
+    while lane or unused:
+        if not lane:
+            lane.extend(unused.popleft())
+        prompt = []
+        while lane and phase[lane[0]] == PREFILL:
+            prompt.append(lane.popleft())
+        steps.extend(_prefill_steps(prompt, prefill))
+        if lane:
+            return lane.popleft()
+    return None
+
+
+def _prefill_steps(prompt: list[int], prefill: Prefill) -> list[Step]:
+    if prefill == "warm":
+        return [Step([token], counted=False, evict=True) for token in prompt]
+    if prefill == "seed" and prompt:
+        return [Step(prompt, counted=False, evict=False)]
+    return []

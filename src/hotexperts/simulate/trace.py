@@ -1,0 +1,123 @@
+"""One recorded routing: which experts each token asked for in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotexperts.errors import HotExpertsError
+
+NOT_RECORDED = -1
+PREFILL, DECODE = 0, 1
+MAX_EXPERT = 65_534  # 65,535 stands for "not recorded" in the largest ids that a file holds
+MAX_CELLS = 1 << 28  # ids in memory, 4 bytes each: more is a broken file rather than a long one
+
+Ints = npt.NDArray[np.int32]
+
+
+class TraceError(HotExpertsError, ValueError):
+    """A trace is not what its layout promises; the message names file, place and field."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Recorded routing; the tokens of one sequence lie in order.
+
+    Attributes:
+        ids: `[token, layer, k]`, distinct experts of a token; -1 where nothing was recorded.
+        phase: `[token]`, 0 prefill, 1 decode.
+        seq: `[token]`, number of the sequence that the token belongs to.
+        meta: whatever is known about the recording; `n_experts` is read, the rest is kept.
+
+    Raises:
+        TraceError: the arrays do not fit together or hold a value that means nothing.
+    """
+
+    ids: Ints
+    phase: Ints
+    seq: Ints
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "phase", "seq"):
+            object.__setattr__(self, name, _frozen_ints(name, getattr(self, name)))
+        _check_shapes(self)
+        _check_values(self)
+        _check_num_experts(self)
+
+    @property
+    def num_layers(self) -> int:
+        """Recorded layers."""
+        return int(self.ids.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """Experts in a layer: `n_experts` of the meta data, or the highest id and one."""
+        return int(self.meta.get("n_experts", self.ids.max() + 1))
+
+    def sequences(self) -> list[list[int]]:
+        """The tokens of each sequence, sequences in the order in which they begin."""
+        tokens: dict[int, list[int]] = {}
+        for token, sequence in enumerate(self.seq.tolist()):
+            tokens.setdefault(sequence, []).append(token)
+        return list(tokens.values())
+
+
+def _frozen_ints(name: str, values: Any) -> Ints:
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        raise TraceError(f"array {name!r}: {found.dtype} values: give integers")
+    info = np.iinfo(np.int32)
+    if found.size and (int(found.min()) < info.min or int(found.max()) > info.max):
+        raise TraceError(f"array {name!r}: a value does not fit into 32 bits")
+    ints = found.astype(np.int32)
+    ints.flags.writeable = False
+    return ints
+
+
+def _check_shapes(trace: Trace) -> None:
+    if trace.ids.ndim != 3 or 0 in trace.ids.shape:
+        raise TraceError(
+            f"array 'ids': shape {trace.ids.shape}: give [token, layer, k], none of them 0"
+        )
+    if trace.ids.size > MAX_CELLS:
+        raise TraceError(f"array 'ids': shape {trace.ids.shape} is over {MAX_CELLS} ids")
+    for name, array in (("phase", trace.phase), ("seq", trace.seq)):
+        if array.shape != trace.ids.shape[:1]:
+            raise TraceError(
+                f"array {name!r}: shape {array.shape}: give one value for each of the "
+                f"{len(trace.ids)} tokens of 'ids'"
+            )
+
+
+def _check_values(trace: Trace) -> None:
+    bad = (trace.ids < NOT_RECORDED) | (trace.ids > MAX_EXPERT)
+    _refuse_first("ids", bad, trace.ids, f"ids are 0 to {MAX_EXPERT}, or -1 for not recorded")
+    in_order = np.sort(trace.ids, axis=2)
+    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != NOT_RECORDED)
+    _refuse_first("ids", twice, in_order, "a token asks for an expert only once a layer")
+    _refuse_first("phase", (trace.phase >> 1) != 0, trace.phase, "0 is prefill and 1 is decode")
+    if trace.ids.max() == NOT_RECORDED:
+        raise TraceError("array 'ids': nothing is recorded")
+
+
+def _refuse_first(name: str, bad: npt.NDArray[np.bool_], values: Ints, why: str) -> None:
+    if bad.any():
+        place = tuple(int(at) for at in np.argwhere(bad)[0])
+        axes = zip(("token", "layer"), place, strict=False)
+        where = ", ".join(f"{axis} {at}" for axis, at in axes)
+        raise TraceError(f"array {name!r}, {where}: {int(values[place])}: {why}")
+
+
+def _check_num_experts(trace: Trace) -> None:
+    if "n_experts" not in trace.meta:
+        return
+    given, highest = trace.meta["n_experts"], int(trace.ids.max())
+    if not isinstance(given, int) or isinstance(given, bool) or given > MAX_EXPERT + 1:
+        raise TraceError(f"meta, field 'n_experts': {given!r}: give the experts of a layer")
+    if given <= highest:
+        raise TraceError(f"meta, field 'n_experts': {given}, but 'ids' holds {highest}")
