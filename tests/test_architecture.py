@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "triton", "safetensors", "accelerate")
+HEAVY = ("torch", "transformers", "triton", "safetensors", "accelerate", "matplotlib")
 HELP = """
 from hotexperts.cli.main import main
-for argv in (["--help"], ["run", "--help"], ["verify", "--help"], ["--version"]):
-    assert main(argv) == 0
+for command in ("run", "verify", "simulate"):
+    assert main([command, "--help"]) == 0
+assert main(["--help"]) == main(["--version"]) == 0
 """
 
 
@@ -30,6 +31,7 @@ def imported_heavies(code: str) -> list[str]:
         "import hotexperts.demo",
         "import hotexperts.policy.adv",
         "import hotexperts.residency",
+        "import hotexperts.simulate.sweep",
         "import hotexperts.sizing",
         pytest.param(HELP, id="help"),
     ],

@@ -50,8 +50,8 @@ def test_python_blocks_run(
 
 def test_every_option_in_the_readme_exists() -> None:
     root = typer.main.get_command(app)
-    used = re.findall(r"hotexperts (run|verify)\b([^\n`]*)", README.read_text())
-    assert {command for command, _ in used} == {"run", "verify"}
+    used = re.findall(r"hotexperts (run|verify|simulate)\b([^\n`]*)", README.read_text())
+    assert {command for command, _ in used} == {"run", "verify", "simulate"}
     for command, rest in used:
         parameters = root.commands[command].params
         known = {name for p in parameters for name in (*p.opts, *p.secondary_opts)}

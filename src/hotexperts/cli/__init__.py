@@ -1,1 +1,1 @@
-"""The command line: `hotexperts run` and `hotexperts verify`."""
+"""The command line: `hotexperts run`, `hotexperts verify` and `hotexperts simulate`."""

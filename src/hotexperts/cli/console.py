@@ -18,7 +18,8 @@ from hotexperts.errors import HotExpertsError
 
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
-_EXTRA = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_EXTRAS = {**dict.fromkeys(_LIBRARIES, "transformers"), "matplotlib": "plot"}
 
 
 @contextmanager
@@ -50,10 +51,12 @@ def _message(error: Exception) -> str | None:
     """What to tell the user; None for what is a bug of ours."""
     if isinstance(error, HotExpertsError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA:
-        return (
-            f"{error.name} is not installed: pip install -e '.[transformers]' in the source folder"
-        )
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRAS.get((error.name or "").split(".")[0])
+        if extra is not None:
+            return (
+                f"{error.name} is not installed: pip install -e '.[{extra}]' in the source folder"
+            )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         return (
             f"out of GPU memory ({str(error).splitlines()[0]}): "
@@ -83,6 +86,22 @@ def quiet_libraries() -> Iterator[None]:
 @contextmanager
 def loading(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, gone when done, and silence; yields what `load(progress=...)` wants."""
+    bar = _bar()
+    with bar, quiet_libraries(), prints_to_stderr():
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, gone when done; call what it yields after each of the `total` pieces."""
+    bar = _bar()
+    with bar, prints_to_stderr():
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _bar() -> Progress:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -90,10 +109,7 @@ def loading(what: str) -> Iterator[Callable[[int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with bar, quiet_libraries(), prints_to_stderr():
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def prints_to_stderr() -> redirect_stdout[Any]:
@@ -106,6 +122,6 @@ def show(renderable: RenderableType) -> None:
     Console().print(renderable)
 
 
-def show_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout, on one line."""
+def show_json(data: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """One JSON object, or a list of them, on stdout, on one line."""
     typer.echo(json.dumps(data, allow_nan=False))

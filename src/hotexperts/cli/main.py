@@ -12,6 +12,7 @@ import typer
 
 import hotexperts
 from hotexperts.cli.run import run
+from hotexperts.cli.simulate import simulate
 from hotexperts.cli.verify import verify
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(verify)
+app.command()(simulate)
 
 
 def _show_version(wanted: bool) -> None:

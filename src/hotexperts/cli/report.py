@@ -71,6 +71,45 @@ def verify_report(data: Data) -> RenderableType:
     return Group(Text(_verify_title(data)), table, *map(Text, _differences(data)))
 
 
+def simulate_report(rows: list[Data]) -> RenderableType:
+    """The report of `hotexperts simulate`.
+
+    Args:
+        rows: what `hotexperts.simulate.sweep.sweep_rows` returns.
+    """
+    tables: dict[str, Table] = {}
+    for row in rows:
+        if row["trace"] not in tables:
+            tables[row["trace"]] = _simulate_table()
+        tables[row["trace"]].add_row(*_simulate_cells(row))
+    parts: list[RenderableType] = []
+    for name, table in tables.items():
+        parts += [Text(name), table]
+    if any(row["miss_bytes"] is None for row in rows):
+        parts.append(Text("Bytes and times need --expert-mb, the size of an expert."))
+    return Group(*parts)
+
+
+def _simulate_table() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("batch", "slots", "policy", "hit rate", "gap closed", "missed", "ms/token"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    return table
+
+
+def _simulate_cells(row: Data) -> list[str | Text]:
+    time, missed = row["est_ms_per_token"], row["miss_bytes"]
+    return [
+        str(row["batch"]),
+        str(row["capacity"]),
+        Text(row["policy"]),
+        _percent(row["hit_ratio"]),
+        _percent(row["gap_to_belady_closed"]),
+        "-" if missed is None else format_bytes(missed),
+        "-" if time is None else f"{time:.2f}",
+    ]
+
+
 def _cache(cache: Data) -> str:
     return (
         f"{cache['capacity']} of {cache['num_experts']} experts in each of {cache['num_layers']} "

@@ -1,0 +1,201 @@
+"""`hotexperts simulate`: what would which policy have hit, on recorded routing?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from hotexperts.cli import console, options, report
+from hotexperts.errors import ConfigError
+from hotexperts.policy import DEFAULT_POLICY, POLICIES
+
+if TYPE_CHECKING:
+    from hotexperts.simulate.schedule import Prefill
+    from hotexperts.simulate.sweep import Sweep
+
+_POLICIES = ("lru", DEFAULT_POLICY, "belady")
+_PREFILLS = ("warm", "seed", "ignore")
+_PLOTS = (".png", ".svg", ".pdf")
+_STDOUT = "-"
+_LISTS = "Separate several by commas, or repeat the option."
+
+
+def simulate(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...", help="Recorded routing: .npz, .jsonl or .csv (docs/traces.md)."
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"{', '.join(POLICIES.names())}, 'module:Class', or belady, the bound. {_LISTS}",
+            show_default=",".join(_POLICIES),
+        ),
+    ] = None,
+    cache_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIST",
+            help=f"Slots a layer, such as 16,32. {_LISTS}",
+            show_default="an eighth, a quarter and half of the experts",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIST",
+            help=f"Sequences decoded together, such as 1,8. {_LISTS}",
+            show_default="1",
+        ),
+    ] = None,
+    prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_PREFILLS),
+            help="Play prompts token by token (warm), at once into free slots (seed), or not at "
+            "all (ignore); only decode is counted.",
+        ),
+    ] = "warm",
+    link_gb_s: Annotated[
+        float,
+        typer.Option(metavar="X", help="Speed of the link to the slots, 10^9 bytes a second."),
+    ] = 55.0,
+    compute_ms: Annotated[
+        float, typer.Option(metavar="X", help="Milliseconds that a layer computes in a step.")
+    ] = 0.0,
+    expert_mb: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Size of an expert, 10^6 bytes.",
+            show_default="expert_nbytes of the trace's meta data",
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE|-",
+            help="Write the rows as a JSON list; '-' prints it and nothing else.",
+        ),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw hit rates over slots: .png, .svg or .pdf (needs matplotlib).",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that replay.")] = 1,
+    debug: options.Debug = False,
+) -> None:
+    """Replay recorded routing through policies, without a model, and compare their hits.
+
+    The gap closed is 0 % for the hits of LRU and 100 % for those of Belady, who knows the future.
+    """
+    with console.errors_as_one_line(debug):
+        _check_outputs(json_file, plot)
+        policies = _split("--policy", policy, _POLICIES)
+        sizes = _numbers("--cache-size", cache_size, ())
+        batches = _numbers("--batch", batch, (1,))
+
+        from hotexperts.simulate.cost import Cost
+        from hotexperts.simulate.sweep import count_steps, expert_sizes, run_sweep, sweep_rows
+
+        cost = Cost(link_gb_s, compute_ms)
+        sweep = _sweep(traces, policies, sizes, batches, prefill)
+        steps, nbytes = count_steps(sweep), expert_sizes(sweep.traces, expert_mb)
+        with console.counting("replaying", len(sweep.all_cells())) as on_done:
+            counts = run_sweep(sweep, jobs, on_done)
+        if plot is not None:
+            _draw(sweep, counts, Path(plot))
+        _show(sweep_rows(sweep, counts, steps, cost, nbytes), json_file)
+
+
+def _check_outputs(json_file: str | None, plot: str | None) -> None:
+    """Refuse before the long part what could not be written after it."""
+    for option, name in (("--json", json_file), ("--plot", plot)):
+        if name is None or (name, option) == (_STDOUT, "--json"):
+            continue
+        path = Path(name)
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {name}: no such folder: make it, or name another file")
+        if not name or path.is_dir():
+            raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
+    if plot is not None:
+        if Path(plot).suffix not in _PLOTS:
+            raise ConfigError(f"--plot {plot}: end the name in {', '.join(_PLOTS)}")
+        import matplotlib  # noqa: F401  # absent, it is named here rather than after the replays
+
+
+def _split(option: str, values: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """The values of an option that takes commas and may be repeated, each once."""
+    if not values:
+        return list(default)
+    found = [part.strip() for value in values for part in value.split(",") if part.strip()]
+    if not found:
+        raise ConfigError(
+            f"{option} is empty: list {','.join(default) or '16,32'}, or leave it out"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _numbers(option: str, values: Sequence[str] | None, default: Sequence[int]) -> list[int]:
+    found = _split(option, values, [str(number) for number in default])
+    for text in found if values else ():
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise ConfigError(f"{option} {text!r:.60}: give whole numbers, such as 8,16")
+    return list(dict.fromkeys(int(text) for text in found))
+
+
+def _sweep(
+    names: list[str], policies: list[str], sizes: list[int], batches: list[int], prefill: str
+) -> Sweep:
+    from hotexperts.simulate import read_trace
+    from hotexperts.simulate.sweep import Sweep
+
+    if prefill not in _PREFILLS:
+        raise ConfigError(f"--prefill {prefill!r}: give one of {', '.join(_PREFILLS)}")
+    for name in names:
+        _check_name(name)
+    traces = {name: read_trace(name) for name in names}
+    return Sweep(traces, policies, sizes, batches, cast("Prefill", prefill))
+
+
+def _check_name(name: str) -> None:
+    options.check_text(name, "the name of a trace")
+    if Path(name).is_file():
+        return
+    if name.isdecimal() or name in (*POLICIES.names(), "belady"):
+        raise ConfigError(f"{name} is no trace: separate values by commas: --policy lru,adv")
+    raise ConfigError(f"{name}: no such file: give a trace in .npz, .jsonl or .csv")
+
+
+def _draw(sweep: Sweep, counts: Any, path: Path) -> None:
+    from hotexperts.cli.curves import draw_curves
+
+    try:
+        draw_curves(sweep, counts, path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}: name another file") from error
+
+
+def _show(rows: list[dict[str, Any]], json_file: str | None) -> None:
+    if json_file == _STDOUT:
+        console.show_json(rows)
+        return
+    console.show(report.simulate_report(rows))
+    if json_file is not None:
+        try:
+            Path(json_file).write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--json {json_file} cannot be written: {error}: name another file"
+            ) from error
