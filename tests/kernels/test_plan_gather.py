@@ -144,37 +144,30 @@ def test_bank_fills_agree(num_rows: int) -> None:
             ids = torch.tensor(draw.sample(range(16), 16)).view(4, 4)
         layer.event(ids, None, True, evict=draw.random() < 0.3, max_bypassed=0)
         part, before = draw.randrange(3), layer.kernel.counters[Counter.COPIES].item()
-        if draw.random() < 0.5:
+        is_ahead = draw.random() < 0.5
+        local = torch.full_like(ids, -7).to(DEVICE)
+        row_of = torch.full((16,), -7, dtype=torch.int32, device=DEVICE)
+        if is_ahead:
             slot_of = layer.layout.view(layer.naive_state, "slot_of")
             whole = bool(layer.naive_state[Scalar.WHOLE])
             places = places_ahead(slot_of, 5, whole=whole)
             fills[index].ahead(part, fills[index].whole, bank, ledger)
-            _, _, num_copied = fill_bank(
-                layout,
-                layer.rows.cpu(),
-                naive_bank,
-                naive_ledger,
-                places,
-                ids,
-                part * num_rows,
-                fills[index].first_key,
-            )
+        else:
+            places = layer.layout.view(layer.naive_state, "passed").clone()
+            fills[index](part, ids.to(DEVICE), local, row_of, bank, ledger)
+        expected, expected_rows, num_copied = fill_bank(
+            layout,
+            layer.rows.cpu(),
+            naive_bank,
+            naive_ledger,
+            places,
+            ids,
+            part * num_rows,
+            fills[index].first_key,
+        )
+        if is_ahead:
             num_ahead += num_copied
         else:
-            local = torch.full_like(ids, -7).to(DEVICE)
-            row_of = torch.full((16,), -7, dtype=torch.int32, device=DEVICE)
-            fills[index](part, ids.to(DEVICE), local, row_of, bank, ledger)
-            places = layer.layout.view(layer.naive_state, "passed").clone()
-            expected, expected_rows, num_copied = fill_bank(
-                layout,
-                layer.rows.cpu(),
-                naive_bank,
-                naive_ledger,
-                places,
-                ids,
-                part * num_rows,
-                fills[index].first_key,
-            )
             assert torch.equal(local.cpu(), expected)
             assert torch.equal(row_of.cpu(), expected_rows)
         assert torch.equal(bank.cpu(), naive_bank)

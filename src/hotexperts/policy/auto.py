@@ -83,15 +83,8 @@ class AUTO(Policy):
         max_bypassed: int,
     ) -> Sequence[int]:
         """All of a light call's misses; of a busy one's those that beat a resident."""
-        entered = winners(
-            self.score,
-            np.array(misses, np.intp),
-            np.array(candidates, np.intp),
-            free,
-            max_bypassed,
-            forced=self._forces(num_demanded),
-        )
-        return [int(expert) for expert in entered]
+        forced = self._forces(num_demanded)
+        return winners(self.score, misses, candidates, free, max_bypassed, forced=forced)
 
     def _advance(self, event: Event) -> None:
         use = np.zeros(self.num_experts, np.float32)
@@ -106,13 +99,13 @@ class AUTO(Policy):
 
 def winners(
     score: npt.NDArray[np.float32],
-    misses: npt.NDArray[np.intp],
-    candidates: npt.NDArray[np.intp],
+    misses: Sequence[int],
+    candidates: Sequence[int],
     free: int,
     max_bypassed: int,
     *,
     forced: bool,
-) -> npt.NDArray[np.intp]:
+) -> list[int]:
     """AUTO's admission: which misses enter, best first.
 
     Args:
@@ -123,10 +116,12 @@ def winners(
         max_bypassed: at most so many pass by although there is a candidate left.
         forced: none passes by while there is a candidate left.
     """
-    ranked = misses[np.argsort(-score[misses], kind="stable")]
+    missed = np.array(misses, np.intp)
+    leaving = np.array(candidates, np.intp)
+    ranked = missed[np.argsort(-score[missed], kind="stable")]
     challengers = ranked[free : free + len(candidates)]
     swaps = len(challengers)
     if not forced:
-        wins = np.count_nonzero(score[challengers] > score[candidates[:swaps]])
+        wins = np.count_nonzero(score[challengers] > score[leaving[:swaps]])
         swaps = max(int(wins), swaps - max_bypassed)
-    return ranked[: free + swaps]
+    return [int(expert) for expert in ranked[: free + swaps]]

@@ -55,12 +55,4 @@ class Static(Policy):
         max_bypassed: int,
     ) -> Sequence[int]:
         """Those that are hotter than whom they replace."""
-        entered = winners(
-            self.heat,
-            np.array(misses, np.intp),
-            np.array(candidates, np.intp),
-            free,
-            max_bypassed,
-            forced=False,
-        )
-        return [int(expert) for expert in entered]
+        return winners(self.heat, misses, candidates, free, max_bypassed, forced=False)

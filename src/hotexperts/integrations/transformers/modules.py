@@ -14,12 +14,13 @@ from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.integrations.transformers import llama4
 from hotexperts.integrations.transformers.compat import (
     KNOWN_PARAMETERS,
+    SENTINEL_FLAG,
     SHARED_EXPERTS,
     is_decorated_experts,
 )
 
 # What the experts functions need to know of every class; older releases leave some out.
-_FLAG_DEFAULTS = {"has_post_expert_norm": False, "_is_expert_parallel": False}
+_FLAG_DEFAULTS = {"has_post_expert_norm": False, SENTINEL_FLAG: False}
 
 
 @dataclass(frozen=True)

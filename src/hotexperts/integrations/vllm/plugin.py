@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """A function of this package, imported when there is something to patch."""
+
+    place: str
+    function: str
+
+    def __call__(self, module: ModuleType) -> None:
+        place = importlib.import_module(f"hotexperts.integrations.vllm.{self.place}")
+        getattr(place, self.function)(module)
+
+
 ARG_UTILS = "vllm.engine.arg_utils"
-ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
-MODULAR_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
-TRITON_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.triton_moe"
-PROMETHEUS = "vllm.v1.metrics.prometheus"
-WORKER_BASE = "vllm.v1.worker.worker_base"
+_LAYERS = "vllm.model_executor.layers.fused_moe"
+_PATCHES = {
+    ARG_UTILS: _Patch("flags", "patch"),
+    f"{_LAYERS}.routed_experts": _Patch("hooks", "patch_layers"),
+    f"{_LAYERS}.modular_kernel": _Patch("hooks", "patch_kernels"),
+    f"{_LAYERS}.experts.triton_moe": _Patch("compat", "patch_tuning"),
+    "vllm.v1.metrics.prometheus": _Patch("prometheus", "patch"),
+    "vllm.v1.worker.worker_base": _Patch("hooks", "patch_workers"),
+}
 
 
 def register() -> None:
     """`vllm.general_plugins`: flags, hooks on MoE layers, and a worker's counters. Idempotent."""
-    after_import(ARG_UTILS, _patch_arguments)
-    after_import(ROUTED_EXPERTS, _patch_layers)
-    after_import(MODULAR_KERNEL, _patch_kernels)
-    after_import(TRITON_EXPERTS, _patch_tuning)
-    after_import(PROMETHEUS, _patch_metrics)
-    after_import(WORKER_BASE, _patch_workers)
+    for name, patch in _PATCHES.items():
+        after_import(name, patch)
 
 
 def platform() -> None:
@@ -32,7 +47,7 @@ def platform() -> None:
 
     `LLM(moe_expert_cache_size=...)` reaches `EngineArgs` before vLLM loads its general plug-ins.
     """
-    after_import(ARG_UTILS, _patch_arguments)
+    after_import(ARG_UTILS, _PATCHES[ARG_UTILS])
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
@@ -50,8 +65,8 @@ def _is_half_imported(module: ModuleType) -> bool:
 
 def _patch_once(module: ModuleType, patch: Callable[[ModuleType], None]) -> None:
     done = module.__dict__.setdefault("_hotexperts_patches", set())
-    if patch.__name__ not in done:
-        done.add(patch.__name__)
+    if patch not in done:
+        done.add(patch)
         patch(module)
 
 
@@ -81,39 +96,3 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
         return spec
-
-
-def _patch_arguments(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm import flags
-
-    flags.patch(module)
-
-
-def _patch_layers(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm.hooks import patch_layers
-
-    patch_layers(module)
-
-
-def _patch_kernels(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm.hooks import patch_kernels
-
-    patch_kernels(module)
-
-
-def _patch_tuning(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm.compat import patch_tuning
-
-    patch_tuning(module)
-
-
-def _patch_metrics(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm.prometheus import patch
-
-    patch(module)
-
-
-def _patch_workers(module: ModuleType) -> None:
-    from hotexperts.integrations.vllm.hooks import patch_workers
-
-    patch_workers(module)
