@@ -291,3 +291,35 @@ def test_captured_waves_equal_eager(policy: str, prefill: bool) -> None:
         assert torch.equal(bias_of(eager), found)
         assert captured.slot_of == eager.slot_of
     assert captured.stats == eager.stats
+
+
+@pytest.mark.gpu
+def test_a_graph_waits_for_what_a_broken_off_call_copies_ahead() -> None:
+    """An eager prefill dies between two layers: its copies into the banks are still under way."""
+    provider = DeviceWeightProvider(make_store(), 5, device="cuda")
+    ids = torch.arange(20, device="cuda").view(5, 4)
+
+    def bias_of() -> torch.Tensor:
+        found = torch.full((5, 4), -1.0, device="cuda")
+        for wave in provider.waves(ids):
+            value = wave.tensors.bias[wave.topk_ids.clamp(min=0)]
+            found = torch.where(wave.topk_ids >= 0, value, found)
+        return found
+
+    bias_of()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = bias_of()
+    graph.replay()
+    banks = provider._banks
+    assert banks is not None
+    with banks.lane.copying_ahead():
+        torch.cuda._sleep(200_000_000)  # 0.1 s
+        banks.buffers[0].fill_(255)
+    copied = torch.cuda.Event()
+    copied.record(banks.lane._stream)
+    graph.replay()
+    torch.cuda.current_stream().synchronize()
+    assert copied.query()
+    assert torch.equal(found.long() - 1, ids)

@@ -25,6 +25,8 @@ class CopyLane:
         # Copies first: compute that fills the GPU would keep them from starting.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._before_ahead: torch.cuda.Event | None = None
+        # External: a graph that waits for it waits for what was recorded last before its replay.
+        self._ahead = torch.cuda.Event(external=True) if self._stream is not None else None
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -34,6 +36,7 @@ class CopyLane:
         call breaks off. What was copied ahead for another call is not waited for.
         """
         self.wait_for_compute()
+        self._wait_for_ahead()
         self._before_ahead = None
         compute = None if self._stream is None else self._compute_stream()
         try:
@@ -52,6 +55,8 @@ class CopyLane:
         self.wait_for_compute()
         with self.copying():
             yield
+        if self._ahead is not None:
+            self._ahead.record(self._stream)
 
     def outlives(self, tensors: Sequence[torch.Tensor]) -> None:
         """Memory that copies of this lane may still write to when the tensors are dropped."""
@@ -62,6 +67,14 @@ class CopyLane:
         """Later copies start after all compute that is enqueued now."""
         if self._stream is not None:
             self._stream.wait_stream(self._compute_stream())
+
+    def _wait_for_ahead(self) -> None:
+        """In a graph: its copies come after those that an eager call made ahead and nobody used.
+
+        Outside of graphs the lane's own order says so.
+        """
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            self._stream.wait_event(self._ahead)
 
     def copying(self) -> AbstractContextManager[Any]:
         """Inside, copies go to this lane."""
