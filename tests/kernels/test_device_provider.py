@@ -314,11 +314,11 @@ def test_a_graph_waits_for_what_a_broken_off_call_copies_ahead() -> None:
     graph.replay()
     banks = provider._banks
     assert banks is not None
-    with banks.lane.copying_ahead():
+    with banks.lane.copying_ahead(0):
         torch.cuda._sleep(200_000_000)  # 0.1 s
         banks.buffers[0].fill_(255)
     copied = torch.cuda.Event()
-    copied.record(banks.lane._stream)
+    copied.record(banks.lane._streams[0])
     graph.replay()
     torch.cuda.current_stream().synchronize()
     assert copied.query()

@@ -163,7 +163,7 @@ class CachedWeightProvider(StreamingProvider):
         parts = [bypassed[i : i + size] for i in range(0, len(bypassed), size)]
         with self._arriving(decision.admitted) as arrived, banks.lane.ordered():
             placements = residency.apply(decision)
-            with banks.lane.copying():
+            with banks.lane.copying(0):
                 self._load(placements, arrived)
             ready = banks.lane.mark()
             yield from self._through_banks(

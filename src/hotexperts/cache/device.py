@@ -235,16 +235,20 @@ class DeviceWeightProvider(StreamingProvider):
                 fill,
                 result,
                 slots_at=slots_at,
-                fill_ahead=self._fill_ahead if prefill else None,
+                fill_ahead=self._fill_ahead if prefill and self._may_fill_ahead() else None,
             )
+
+    def _may_fill_ahead(self) -> bool:
+        following = self.next_provider
+        if following is None or following._banks is not self._banks:
+            return False
+        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     def _fill_ahead(self, bank: int) -> None:
         """What the next layer will ask for first, if it asks for nearly all as this one does."""
         following, banks = self.next_provider, self._banks
-        if following is None or following._banks is not banks or banks is None:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph must end with all of its branches joined
+        assert following is not None, "see _may_fill_ahead"
+        assert banks is not None, "see _may_fill_ahead"
         buffer = banks.buffers[bank].view(torch.int32)
         following._may_have_rows_ahead = True
         following._fill.ahead(bank, self._fill.whole, buffer, banks.ledgers[bank])

@@ -121,7 +121,7 @@ class StreamingProvider(ExpertWeightProvider):
         lane = self._banks.lane
 
         def fill_part(part: int) -> torch.cuda.Event | None:
-            with lane.copying():
+            with lane.copying(part % NUM_BANKS):
                 fill(part, part % NUM_BANKS)
             return lane.mark()
 
@@ -132,10 +132,9 @@ class StreamingProvider(ExpertWeightProvider):
             lane.compute_after(filled[part])
             yield result(part, part % NUM_BANKS)
             if part + NUM_BANKS < num_parts:
-                lane.wait_for_compute()
                 filled.append(fill_part(part + NUM_BANKS))
             elif fill_ahead is not None:
-                with lane.copying_ahead():
+                with lane.copying_ahead(part % NUM_BANKS):
                     fill_ahead(part % NUM_BANKS)
         if slots_at >= num_parts:
             yield from slot_waves

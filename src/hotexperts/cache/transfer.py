@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,17 +16,24 @@ NUM_BANKS = 2
 
 
 class CopyLane:
-    """A side stream for copies, ordered against the compute stream by events.
+    """Side streams for copies, one a bank, ordered against the compute stream by events.
 
-    On a CPU everything happens at once and every method does nothing.
+    Copies follow each other: two at once would share the link, and both be late. But who waits for
+    one bank does not wait for what was copied ahead into the other. On a CPU everything happens at
+    once and every method does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
+        num_streams = NUM_BANKS if device.type == "cuda" else 0
         # Copies first: compute that fills the GPU would keep them from starting.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(num_streams)]
+        self._last: torch.cuda.Event | None = None  # after this call's copies so far
         self._before_ahead: torch.cuda.Event | None = None
-        # External: a graph that waits for it waits for what was recorded last before its replay.
-        self._ahead = torch.cuda.Event(external=True) if self._stream is not None else None
+        if self._streams:
+            # External: a graph that waits for it waits for what was recorded last before its
+            # replay. It exists from now on, or a graph would not wait for it at all.
+            self._ahead = torch.cuda.Event(external=True)
+            self._ahead.record(self._streams[0])
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -35,54 +42,61 @@ class CopyLane:
         Earlier compute may still read what the copies overwrite. The order holds also where the
         call breaks off. What was copied ahead for another call is not waited for.
         """
-        self.wait_for_compute()
-        self._wait_for_ahead()
-        self._before_ahead = None
-        compute = None if self._stream is None else self._compute_stream()
+        self._last = self._before_ahead = None
+        compute = self._compute_stream() if self._streams else None
         try:
             yield
         finally:
-            if compute is not None:
-                event = self._before_ahead or self.mark()
+            event = self._before_ahead or self._last
+            self._last = self._before_ahead = None
+            if compute is not None and event is not None:
                 self.compute_after(event)
                 compute.wait_event(event)  # where the call ended under another stream
 
     @contextmanager
-    def copying_ahead(self) -> Iterator[None]:
-        """Inside, copies go to this lane for the next call: this one does not wait for them."""
-        if self._before_ahead is None:
-            self._before_ahead = self.mark()
-        self.wait_for_compute()
-        with self.copying():
+    def copying(self, bank: int) -> Iterator[None]:
+        """Inside, copies go to the bank: after compute so far, and after this call's copies."""
+        if not self._streams:
             yield
-        if self._ahead is not None:
-            self._ahead.record(self._stream)
+            return
+        stream = self._streams[bank]
+        stream.wait_stream(self._compute_stream())
+        if self._last is not None:
+            stream.wait_event(self._last)
+        elif torch.cuda.is_current_stream_capturing():
+            # An eager call may have copied ahead and broken off; in eager order the bank's own
+            # stream says so.
+            stream.wait_event(self._ahead)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._last = stream.record_event()
+
+    @contextmanager
+    def copying_ahead(self, bank: int) -> Iterator[None]:
+        """Inside, copies go to the bank for the next call: this one does not wait for them.
+
+        Not while a graph is captured, which must end with all of its branches joined.
+        """
+        if not self._streams:
+            yield
+            return
+        self._before_ahead = self._before_ahead or self._last
+        self._streams[bank].wait_event(self._ahead)
+        with self.copying(bank):
+            yield
+        self._ahead.record(self._streams[bank])
 
     def outlives(self, tensors: Sequence[torch.Tensor]) -> None:
         """Memory that copies of this lane may still write to when the tensors are dropped."""
-        for tensor in tensors if self._stream is not None else []:
-            tensor.record_stream(self._stream)
-
-    def wait_for_compute(self) -> None:
-        """Later copies start after all compute that is enqueued now."""
-        if self._stream is not None:
-            self._stream.wait_stream(self._compute_stream())
-
-    def _wait_for_ahead(self) -> None:
-        """In a graph: its copies come after those that an eager call made ahead and nobody used.
-
-        Outside of graphs the lane's own order says so.
-        """
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():
-            self._stream.wait_event(self._ahead)
-
-    def copying(self) -> AbstractContextManager[Any]:
-        """Inside, copies go to this lane."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        for stream in self._streams:
+            for tensor in tensors:
+                tensor.record_stream(stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after the copies enqueued so far, for `compute_after`."""
-        return None if self._stream is None else self._stream.record_event()
+        """An event after this call's copies so far, for `compute_after`."""
+        return self._last
 
     def compute_after(self, event: torch.cuda.Event | None) -> None:
         """Later compute starts after the event."""
@@ -90,8 +104,7 @@ class CopyLane:
             self._compute_stream().wait_event(event)
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        assert self._stream is not None
-        return torch.cuda.current_stream(self._stream.device)
+        return torch.cuda.current_stream(self._streams[0].device)
 
 
 class StreamBanks:
