@@ -31,8 +31,9 @@ collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["inte
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not _has_cuda():
-        pytest.skip("needs a CUDA device")
+    for marker in ("gpu", "vllm_gpu"):
+        if item.get_closest_marker(marker) and not _has_cuda():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

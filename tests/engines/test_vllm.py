@@ -69,7 +69,11 @@ def test_waves_give_the_uncached_tokens(checkpoint: Checkpoint) -> None:
     """Greedy on trained weights, down to one slot; warm-up left nothing in the counters."""
     expected, _ = generate(checkpoint("demo"), 0.0)
     for size, policy in ((12, "adv"), (4, "lru"), (1, "lru")):
-        options = {"moe_expert_cache_size": size, "moe_expert_cache_policy": policy}
+        options = {
+            "moe_expert_cache_size": size,
+            "moe_expert_cache_policy": policy,
+            "moe_expert_cache_options": {"self_test": True},
+        }
         found, stats = generate(checkpoint("demo"), 0.0, **options)
         assert found == expected
         layer = stats["model.layers.5.mlp.experts"]

@@ -15,7 +15,8 @@ from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
-from hotexperts.integrations.vllm.weights import per_expert_parameters, put_slots
+from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
+from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
@@ -74,7 +75,7 @@ def cached(layer: Any, experts: Any, capacity: int, dialect: str) -> CachedFused
         provider = CachedWeightProvider(store, capacity, device=DEVICE)
     for buffer in [provider.slot_buffer, *(provider._banks.buffers if provider._banks else [])]:
         buffer.zero_()
-    put_slots(layer, parameters, provider.slot_tensors)
+    hide_parameters(layer, torch.device(DEVICE))
     return CachedFusedExperts(provider, experts, parameters, dialect, prefill_tokens=8)
 
 
@@ -159,3 +160,50 @@ def test_an_unknown_tensor_refuses_the_layer_by_name() -> None:
     experts.quant_config = SimpleNamespace(_w1=scale)  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedModelError, match=r"quant_config\._w1\.scale"):
         per_expert_parameters(layer, experts, E)
+
+
+class Method:
+    """vLLM's quantisation method as far as the self-test runs it."""
+
+    def __init__(self, experts: TritonLikeExperts) -> None:
+        self.experts = experts
+
+    def apply(self, **call: Any) -> torch.Tensor:
+        layer, hidden = call["layer"], call["x"]
+        output = torch.empty_like(hidden)
+        weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
+        routing = {name: call[name] for name in ("topk_weights", "topk_ids")}
+        self.experts.apply(output=output, hidden_states=hidden, **routing, **weights)
+        return output
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_self_test_tells_rows_apart(is_broken: bool) -> None:
+    layer = make_layer()
+    layer.global_num_experts, layer.top_k, layer.hidden_size = E, K, H
+    layer.moe_config = SimpleNamespace(in_dtype=torch.bfloat16)
+    experts = TritonLikeExperts(layer.w2_bias)
+    test = SelfTest(layer, Method(experts))
+    state = cached(layer, experts, 4, "map")
+    if not is_broken:
+        test.check()
+        return
+    rows = state.provider.store.rows  # type: ignore[attr-defined]
+    rows[[7, 8]] = rows[[8, 7]].clone()
+    with pytest.raises(UnsupportedModelError, match=r"self-test of model.layers.0.*for 8 tokens"):
+        test.check()
+
+
+def test_quantised_layers_are_tested_unless_the_user_says_no() -> None:
+    layer = make_layer()
+    layer.moe_config = SimpleNamespace()
+    plain = dict(layer.named_parameters())
+    packed = plain | {"w13_qweight": torch.zeros(E, 2, dtype=torch.int32)}
+    assert not is_wanted(None, layer, plain)
+    assert is_wanted(None, layer, packed)
+    assert is_wanted(True, layer, plain)
+    assert not is_wanted(False, layer, packed)
+    parallel = SimpleNamespace(use_all2all_kernels=True)
+    layer.moe_config = SimpleNamespace(moe_parallel_config=parallel)
+    assert not is_wanted(True, layer, packed)

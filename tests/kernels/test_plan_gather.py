@@ -75,8 +75,8 @@ class Layer:
         assert plan.experts.tolist() == [p.expert for p in placements]
         assert plan.slots.tolist() == [p.slot for p in placements]
         slot_of = [*self.ledger.slot_of, -1]
-        valid = [e if i < len(flat) else -1 for i, e in enumerate(ids.flatten().tolist())]
-        assert plan.remapped.flatten().tolist() == [slot_of[e] for e in valid]
+        padding = [0] * (ids.numel() - len(flat))
+        assert plan.remapped.flatten().tolist() == [slot_of[e] for e in flat] + padding
 
         on_device = ids.to(DEVICE)
         remapped = torch.full_like(on_device, -7)

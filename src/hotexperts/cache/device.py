@@ -41,6 +41,8 @@ class DeviceWeightProvider(StreamingProvider):
     Attributes:
         next_provider: of the layer that follows in the model. Between two prefill calls the banks
             fill for it before its router has spoken.
+        num_valid_tokens: int32 `[1]` on the device: later tokens of a call are padding and ask for
+            nothing. None: no token is.
 
     Raises:
         ConfigError: a capacity outside 1 to E, a policy without a kernel, or tensors whose size
@@ -71,6 +73,7 @@ class DeviceWeightProvider(StreamingProvider):
         super().__init__(store, capacity, device, banks, turn)
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
+        self.num_valid_tokens: torch.Tensor | None = None
         self._may_have_rows_ahead = False
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
@@ -204,7 +207,7 @@ class DeviceWeightProvider(StreamingProvider):
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        self.kernel(topk_ids, remapped, num_waves=1 + num_parts, **how)
+        self.kernel(topk_ids, remapped, self.num_valid_tokens, num_waves=1 + num_parts, **how)
         part = SLOTS if num_parts else None
         return ExpertWeightResult(self.tensors, remapped, self._slot_of, part)
 

@@ -18,9 +18,11 @@ from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.vllm.compat import DIALECTS
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
-from hotexperts.integrations.vllm.weights import per_expert_parameters, put_slots
+from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
+from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
 
+ALL_TOKENS = 1 << 24  # more than any call has; times top-k it is still an int32
 log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
 
 
@@ -39,8 +41,12 @@ class ModelCaches:
         self.layers: dict[str, CachedFusedExperts] = {}
         self.publisher: Any = None  # see metrics.py
         self._plan: SizePlan | None = None
+        self._stores: dict[str, CPUBackingStore] = {}
         self._banks: dict[ExpertLayout, StreamBanks] = {}
         self._turn: Turn | None = None
+        self._last: DeviceWeightProvider | None = None
+        self._top_k = 0
+        self._num_valid_tokens: torch.Tensor | None = None
 
     def add(self, layer: nn.Module, method: Any) -> None:
         """Move a loaded layer's experts into a store and give it slots instead.
@@ -61,11 +67,39 @@ class ModelCaches:
             )
         num_experts = layer.local_num_experts
         parameters = per_expert_parameters(layer, experts, num_experts)
-        provider = self._provider(parameters, num_experts, layer.top_k)
-        put_slots(layer, parameters, provider.slot_tensors)
+        tensors = {name: parameter.data for name, parameter in parameters.items()}
+        device = next(iter(tensors.values())).device
+        store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
+        self._stores[layer.layer_name], self._top_k = store, layer.top_k
+        is_tested = is_wanted(self.options.self_test, layer, parameters)
+        test = SelfTest(layer, method) if is_tested else None
+        provider = self._provider(store, device)
+        hide_parameters(layer, device)
         self.layers[layer.layer_name] = CachedFusedExperts(
             provider, experts, parameters, dialect, self.options.prefill_tokens
         )
+        if test is not None:
+            test.check()
+
+    def resize(self, capacity: int) -> None:
+        """Give every layer so many slots instead, empty.
+
+        CUDA graphs that were captured before hold the old addresses: capture them again.
+
+        Raises:
+            ConfigError: the slots do not fit.
+        """
+        shapes = [_shape(store, self._top_k) for store in self._stores.values()]
+        self._plan = fixed_capacity(capacity, shapes)
+        self._banks, self._turn, self._last = {}, None, None
+        for name, layer in self.layers.items():
+            device = layer.provider.slot_buffer.device
+            layer.use(self._provider(self._stores[name], device))
+
+    def expect_tokens(self, num_tokens: int) -> None:
+        """Before each step: what a CUDA graph computes beyond so many tokens is padding."""
+        if self._num_valid_tokens is not None:
+            self._num_valid_tokens.fill_(num_tokens)
 
     def reset(self) -> None:
         """Forget what warm-up asked for, and say what was built."""
@@ -90,20 +124,15 @@ class ModelCaches:
             f"{format_bytes(banks)}, host {format_bytes(host)}"
         )
 
-    def _provider(
-        self, parameters: dict[str, Any], num_experts: int, top_k: int
-    ) -> StreamingProvider:
-        tensors = {name: parameter.data for name, parameter in parameters.items()}
-        device = next(iter(tensors.values())).device
-        layout, _ = ExpertLayout.of(tensors)
-        capacity = self._capacity(LayerShape(num_experts, top_k, layout.row_nbytes), device)
+    def _provider(self, store: CPUBackingStore, device: torch.device) -> StreamingProvider:
+        layout, num_experts = store.layout, store.num_experts
+        capacity = self._capacity(_shape(store, self._top_k), device)
         self._turn = self._turn or Turn(device)
         num_rows = bank_rows(num_experts, capacity)
         if num_rows and layout not in self._banks:
             self._banks[layout] = StreamBanks(layout, num_rows, device)
             for buffer in self._banks[layout].buffers:
                 buffer.zero_()  # a pair of weight 0 must not meet NaN
-        store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
         make: Any = DeviceWeightProvider if device.type == "cuda" else CachedWeightProvider
         provider: StreamingProvider = make(
             store,
@@ -114,7 +143,21 @@ class ModelCaches:
             turn=self._turn,
         )
         provider.slot_buffer.zero_()
+        if isinstance(provider, DeviceWeightProvider):
+            self._join(provider, device)
         return provider
+
+    def _join(self, provider: DeviceWeightProvider, device: torch.device) -> None:
+        """To the layer before, whose prefill fills the banks for it, and to the count of tokens."""
+        if self._last is not None:
+            self._last.next_provider = provider
+        self._last = provider
+        parallel = self.config.parallel_config
+        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+            return  # then a call's rows are not the step's tokens
+        if self._num_valid_tokens is None:
+            self._num_valid_tokens = torch.tensor([ALL_TOKENS], dtype=torch.int32, device=device)
+        provider.num_valid_tokens = self._num_valid_tokens
 
     def _capacity(self, shape: LayerShape, device: torch.device) -> int:
         size = self.options.cache.size
@@ -143,3 +186,7 @@ class ModelCaches:
         num_tokens = model.max_model_len * min(self.config.scheduler_config.max_num_seqs, 4)
         heads = model.get_num_kv_heads(parallel) * model.get_head_size()
         return 2 * num_tokens * heads * model.get_num_layers(parallel) * model.dtype.itemsize
+
+
+def _shape(store: CPUBackingStore, top_k: int) -> LayerShape:
+    return LayerShape(store.num_experts, top_k, store.layout.row_nbytes)

@@ -63,6 +63,7 @@ HOOKED: dict[str, dict[str, list[str]]] = {
 # pairs it serves: "map" passes an expert map, "zero" gives the other pairs weight 0.
 DIALECTS = {
     "TritonExperts": "map",
+    "MarlinExperts": "map",
     "CPUUnquantizedExperts": "zero",
     "X86CPUUnquantizedExperts": "zero",
 }

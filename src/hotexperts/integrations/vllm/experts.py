@@ -11,7 +11,9 @@ import torch
 
 from hotexperts.cache import ExpertWeightResult
 from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.compat import takes_ids, tuned_for
+from hotexperts.integrations.vllm.options import flag
 
 
 class CachedFusedExperts:
@@ -33,14 +35,21 @@ class CachedFusedExperts:
         dialect: str,
         prefill_tokens: int,
     ) -> None:
-        self.provider = provider
         self._multiply = experts.apply
         self._parameters = parameters
-        self._slots = {name: parameter.data for name, parameter in parameters.items()}
+        self.use(provider)
         self._dialect = dialect
         self._prefill_tokens = prefill_tokens
         self._rows = KeptRows(experts) if dialect == "map" else None
         experts.apply = self.apply
+
+    def use(self, provider: StreamingProvider) -> None:
+        """Read from this provider's slots from now on."""
+        self.provider = provider
+        self._slots = provider.slot_tensors._asdict()
+        self._name_at = {slots.data_ptr(): name for name, slots in self._slots.items()}
+        for name, parameter in self._parameters.items():
+            parameter.data = self._slots[name]
 
     def apply(self, **call: Any) -> None:
         """One call of vLLM's, its ids those of experts.
@@ -80,9 +89,19 @@ class CachedFusedExperts:
         call["output"].copy_(total)
 
     def _run(self, call: dict[str, Any], wave: ExpertWeightResult) -> None:
-        weights = {"w1": wave.tensors.w13_weight, "w2": wave.tensors.w2_weight}
+        weights = {name: self._rows_for(call[name], wave) for name in ("w1", "w2")}
         with self._reading(wave.tensors), tuned_for(self.provider.store.num_experts):
             self._multiply(**call | weights | self._pairs(call, wave))
+
+    def _rows_for(self, argument: torch.Tensor, wave: ExpertWeightResult) -> torch.Tensor:
+        """The wave's rows of a matrix, which is an argument of the kernel and no attribute."""
+        name = self._name_at.get(argument.data_ptr())
+        if name is None or argument.shape != self._slots[name].shape:
+            raise UnsupportedModelError(
+                f"vLLM multiplies by a matrix {list(argument.shape)} that is none of "
+                f"{', '.join(self._slots)}: run the model without {flag('size')}"
+            )
+        return getattr(wave.tensors, name)
 
     def _pairs(self, call: dict[str, Any], wave: ExpertWeightResult) -> dict[str, Any]:
         """The ids of the wave's rows, and what keeps the kernel from serving other pairs."""

@@ -16,7 +16,8 @@ _HELP = {
     "gib": "the same as a budget in GiB for weights, KV cache and expert slots together",
     "policy": "which expert leaves (default: adv)",
     "options": "further options as JSON: prefill_tokens (default 64), from which on a call is a "
-    "prefill, which evicts no expert",
+    "prefill, which evicts no expert; self_test (default: for quantised weights), whether each "
+    "layer is compared with itself uncached as it loads",
 }
 
 

@@ -13,7 +13,7 @@ from hotexperts.policy import POLICIES
 
 KEY = "hotexperts"  # in additional_config
 NAMES = ("size", "gib", "policy", "options")
-MORE_OPTIONS = ("prefill_tokens",)
+MORE_OPTIONS = ("prefill_tokens", "self_test")
 DEFAULT_PREFILL_TOKENS = 64
 
 
@@ -24,10 +24,13 @@ class ExpertCacheOptions:
     Attributes:
         cache: size and policy; the mode follows from the device.
         prefill_tokens: calls of more tokens are prefills: they evict nobody.
+        self_test: whether each layer is run over all experts and over its cache as it loads; None:
+            where its weights are quantised.
     """
 
     cache: CacheConfig
     prefill_tokens: int = DEFAULT_PREFILL_TOKENS
+    self_test: bool | None = None
 
 
 def flag(name: str) -> str:
@@ -68,13 +71,16 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
         raise ConfigError(
             f"{flag('options')}: prefill_tokens is {prefill_tokens!r}: give at least 1 token"
         )
+    self_test = more.get("self_test")
+    if self_test not in (None, True, False):
+        raise ConfigError(f"{flag('options')}: self_test is {self_test!r}: give true or false")
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
         cache = CacheConfig(_parse_size(given), policy, "ram")
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
-    return ExpertCacheOptions(cache, prefill_tokens)
+    return ExpertCacheOptions(cache, prefill_tokens, self_test)
 
 
 def _parse_size(given: Mapping[str, Any]) -> CacheSize:

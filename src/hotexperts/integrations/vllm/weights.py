@@ -15,8 +15,8 @@ _PREFIXES = ("w13", "w2")
 def per_expert_parameters(layer: nn.Module, experts: Any, num_experts: int) -> dict[str, Any]:
     """The layer's tensors that have one row an expert, by name.
 
-    vLLM's quantisation config and its experts object hold the same `Parameter` objects, so whoever
-    changes their data changes what the kernels read.
+    vLLM's quantisation config and its experts object hold the same `Parameter` objects, or are made
+    to here, so that whoever changes their data changes what the kernels read.
 
     Args:
         layer: vLLM's `RoutedExperts`, its weights loaded and repacked.
@@ -39,35 +39,47 @@ def per_expert_parameters(layer: nn.Module, experts: Any, num_experts: int) -> d
             found[name] = tensor
     if not found:
         raise UnsupportedModelError(f"{_label(layer)} has no expert weights: leave the cache off")
-    known = {tensor.data_ptr() for tensor in found.values()}
-    for name, value in _tensors_of(experts):
-        if _is_per_expert(value, num_experts) and value.data_ptr() not in known:
-            raise UnsupportedModelError(_unknown(layer, f"{type(experts).__name__}.{name}", value))
+    for place, holder, name, value in _tensors_of(experts):
+        if not _is_per_expert(value, num_experts):
+            continue
+        same = [p for p in found.values() if _is_same(p, value)]
+        if not same:
+            raise UnsupportedModelError(_unknown(layer, f"{place}.{name}", value))
+        setattr(holder, name, same[0])
     return found
 
 
-def put_slots(layer: nn.Module, parameters: dict[str, Any], slots: Any) -> None:
-    """Let the layer's parameters be the slots, and hide them from who moves or reloads parameters.
+def hide_parameters(layer: nn.Module, device: torch.device) -> None:
+    """Leave the layer's parameters where they are, hidden from who moves or reloads parameters.
 
-    vLLM would move what it finds among a module's parameters back to where it was loaded.
+    vLLM would move what it finds among a module's parameters back to where it was loaded. Other
+    tensors, made on the host with the weights, come to the device.
     """
-    for name, parameter in parameters.items():
-        parameter.data = getattr(slots, name)
-        for alias in [n for n, p in layer._parameters.items() if p is parameter]:
-            layer._parameters.pop(alias)
-            object.__setattr__(layer, alias, parameter)
+    for name in list(layer._parameters):
+        object.__setattr__(layer, name, layer._parameters.pop(name))
+    for name, value in list(vars(layer).items()):
+        if type(value) is torch.Tensor and value.device.type == "cpu":
+            object.__setattr__(layer, name, value.to(device))
 
 
-def _tensors_of(experts: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that the experts object holds, or its quantisation config does."""
-    found = [(n, v) for n, v in vars(experts).items() if isinstance(v, torch.Tensor)]
+def _tensors_of(experts: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
+    """Tensors of the experts object and of its quantisation config: place, holder, name, value."""
     config = getattr(experts, "quant_config", None)
-    for place in ("_a1", "_a2", "_w1", "_w2"):
-        description = getattr(config, place, None)
-        for name, value in vars(description).items() if description is not None else ():
-            if isinstance(value, torch.Tensor):
-                found.append((f"quant_config.{place}.{name}", value))
-    return found
+    holders = {type(experts).__name__: experts}
+    for part in ("_a1", "_a2", "_w1", "_w2"):
+        if getattr(config, part, None) is not None:
+            holders[f"quant_config.{part}"] = getattr(config, part)
+    return [
+        (place, holder, name, value)
+        for place, holder in holders.items()
+        for name, value in vars(holder).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _is_same(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    where = parameter.data_ptr(), parameter.shape, parameter.dtype
+    return where == (value.data_ptr(), value.shape, value.dtype)
 
 
 def _is_per_expert(tensor: torch.Tensor, num_experts: int) -> bool:

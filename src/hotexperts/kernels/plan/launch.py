@@ -93,7 +93,8 @@ class PlanGather:
             topk_ids: int32 or int64 `[T, K]`, contiguous; -1 is ignored. More than 512 ids are
                 counted by a launch of their own.
             remapped: same shape and dtype, written: slots, -1 where a pair is not served.
-            num_valid_tokens: int32 `[1]` on the device; tokens from there on are padding.
+            num_valid_tokens: int32 `[1]` on the device; tokens from there on are padding, remapped
+                to slot 0 for kernels that know no -1.
             evict: False admits into free slots only.
             max_bypassed: as for `Policy.decide`.
             num_waves: what to add to the counter of waves.

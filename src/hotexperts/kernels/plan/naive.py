@@ -51,7 +51,8 @@ def plan(
         state: int32 `[layout.num_words]`.
         counters: int64 `[NUM_COUNTERS]`.
         topk_ids: ids of any shape, row-major; -1 is ignored.
-        num_valid_ids: ids from this position on are padding and ignored; None: all count.
+        num_valid_ids: ids from this position on are padding: ignored, and remapped to slot 0, which
+            exists; None: all count.
         evict: False admits into free slots only.
         max_bypassed: as for `Policy.decide`.
         num_waves: what to add to the counter of waves.
@@ -93,6 +94,8 @@ def plan(
     }.items():
         counters[counter] += amount
     remapped = torch.where(ids >= 0, slot_of.long()[ids.clamp(min=0)], NOWHERE)
+    if num_valid_ids is not None:
+        remapped[num_valid_ids:] = 0
     return Plan(remapped.view(topk_ids.shape).to(topk_ids.dtype), admitted, slots)
 
 

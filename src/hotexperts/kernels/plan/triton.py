@@ -181,6 +181,7 @@ def plan_gather_kernel(
         b_ids = tl.load(topk_ids + o_n, mask=o_n < limit, other=-1)
         is_expert = (b_ids >= 0) & (b_ids < NUM_EXPERTS)
         b_slots = tl.load(map_at + b_ids, mask=is_expert, other=-1)
+        b_slots = tl.where(o_n < limit, b_slots, 0)
         tl.store(remapped + o_n, b_slots.to(b_ids.dtype), mask=o_n < num_ids)
 
     if is_last:

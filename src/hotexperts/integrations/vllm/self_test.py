@@ -1,0 +1,88 @@
+"""The self-test at load: one random batch through a layer, over all experts and over its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations.vllm.options import flag
+
+SEED = 0
+# Of the output's norm. Kernels that split a sum by the order of their blocks round to bfloat16 in
+# another place (1e-3); a row that belongs to another expert is off by its own size (1e-1).
+TOLERANCE = 1e-2
+
+
+class SelfTest:
+    """What a layer gives over all of its experts, to be compared with what its cache gives.
+
+    Args:
+        layer: vLLM's `RoutedExperts`, loaded and repacked, its experts still whole.
+        method: its quantisation method, whose `apply` runs the layer.
+    """
+
+    def __init__(self, layer: Any, method: Any) -> None:
+        self._layer, self._method = layer, method
+        device = next(iter(layer.parameters())).device
+        num_experts, top_k = layer.global_num_experts, layer.top_k
+        # Enough to ask for every expert, so that a cache runs over and streams.
+        num_tokens = -(-2 * num_experts // top_k)
+        generator = torch.Generator(device).manual_seed(SEED)
+        # vLLM loads under its model's default dtype.
+        options: dict[str, Any] = {
+            "generator": generator,
+            "device": device,
+            "dtype": torch.float32,
+        }
+        hidden = torch.randn(num_tokens, layer.hidden_size, **options)
+        self._hidden = hidden.to(layer.moe_config.in_dtype)
+        logits = torch.rand(num_tokens, num_experts, **options)
+        weights, ids = logits.softmax(-1).topk(top_k)
+        self._routing = weights / weights.sum(-1, keepdim=True), ids.int()
+        self._expected = [self._run(rows) for rows in self._batches()]
+
+    def check(self) -> None:
+        """Run the same batches again, over the cache that is there now.
+
+        Raises:
+            UnsupportedModelError: another output.
+        """
+        for rows, expected in zip(self._batches(), self._expected, strict=True):
+            found = self._run(rows)
+            error = (found - expected).norm() / expected.norm()
+            if not error <= TOLERANCE and not torch.equal(found, expected):
+                raise UnsupportedModelError(
+                    f"self-test of {self._layer.layer_name}: over the cache its output differs by "
+                    f"{float(error):.1%} from that over all experts, for {len(found)} tokens "
+                    f"({type(self._method).__name__}). Please report this model, and run it "
+                    f"without {flag('size')}"
+                )
+
+    def _batches(self) -> list[int]:
+        return [1, len(self._hidden)]
+
+    def _run(self, num_tokens: int) -> torch.Tensor:
+        weights, ids = self._routing
+        out = self._method.apply(
+            layer=self._layer,
+            x=self._hidden[:num_tokens].clone(),
+            topk_weights=weights[:num_tokens].clone(),
+            topk_ids=ids[:num_tokens].clone(),
+            shared_experts=None,
+            shared_experts_input=None,
+        )
+        return out.double()
+
+
+def is_wanted(choice: bool | None, layer: Any, parameters: dict[str, Any]) -> bool:
+    """Whether to test a layer: as the user chose, else where its weights are quantised.
+
+    Never where a call talks to other ranks, which are not there yet.
+    """
+    parallel = getattr(layer.moe_config, "moe_parallel_config", None)
+    if getattr(parallel, "use_all2all_kernels", False):
+        return False
+    is_quantised = any(p.dtype.itemsize == 1 or p.dtype == torch.int32 for p in parameters.values())
+    return is_quantised if choice is None else choice
