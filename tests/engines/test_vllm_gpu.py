@@ -149,6 +149,7 @@ def start(folder: Path, name: str, **options: Any) -> Any:
         "max_model_len": 1024,
         "max_num_batched_tokens": 1024,
         "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 28,  # several tests may share the GPU
         "compilation_config": {"cudagraph_capture_sizes": [1, 8], "mode": 0}
         | ({} if "compilation_config" in options else {"cudagraph_mode": "FULL_DECODE_ONLY"}),
     }
