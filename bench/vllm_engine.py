@@ -84,6 +84,7 @@ class Engine:
         self.runner = self.worker.worker.model_runner
         self.config = self.llm.llm_engine.vllm_config
         self._resident: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}  # of the last timed steps
 
     @property
     def caches(self) -> Any:
@@ -180,9 +181,7 @@ class Engine:
         while engine.has_unfinished_requests():
             if step == num_warm + 2:
                 synchronize()
-                if self.has_slots:
-                    for layer in self.caches.layers.values():
-                        layer.provider.reset_stats()
+                self.reset_stats()
             start = time.perf_counter()
             engine.step()
             if num_warm + 2 <= step < num_warm + 2 + num_steps:
@@ -207,6 +206,15 @@ class Engine:
             for name, value in counts.items():
                 found[name] = found.get(name, 0) + value
         return found
+
+    def reset_stats(self) -> None:
+        """Count from here on."""
+        for layer in self.caches.layers.values() if self.has_slots else ():
+            layer.provider.reset_stats()
+
+    def peak_gpu_gb(self) -> float:
+        """The most that tensors took at once, load and graphs included."""
+        return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
     def timed_prefill(self, num_tokens: int) -> float:
         """Milliseconds from a prompt to its first token."""

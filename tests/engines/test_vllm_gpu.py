@@ -117,8 +117,10 @@ FORMATS: dict[str, dict[str, Any] | None] = {
         ],
     },
 }
-# Marlin splits a sum over the GPU by the order of its blocks, and that follows the slots.
-IS_EXACT = ("bf16", "fp8-block", "fp8-tensor", "fp8-channel")
+# Marlin splits a sum over the GPU by the order of its blocks, and that follows the slots. One scale
+# for a whole tensor of activations is that of the rows which a wave computes, not of all rows.
+IS_EXACT = ("bf16", "fp8-block", "fp8-channel")
+IS_EXACT_IN_ONE_WAVE = ("fp8-tensor",)
 PROMPTS = [
     [list(range(5, 20))],
     [list(range(3 + i, 12 + 2 * i)) for i in range(5)],  # runs as eight: three rows are padding
@@ -169,22 +171,23 @@ def assert_same(found: list[Any], expected: list[Any], *, is_exact: bool) -> Non
             # A sampled token may differ from where two are nearly as likely; the first one's
             # probability may not.
             assert tokens[0] == other_tokens[0]
-            assert abs(logprobs[0] - other_logprobs[0]) < 0.1
+            assert abs(logprobs[0] - other_logprobs[0]) < 0.2
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_cached_equals_resident(name: str, tmp_path: Path) -> None:
     engine = start(tmp_path, name)
     kernels = {type(e._multiply.__self__).__name__ for e in engine.caches.layers.values()}
-    assert kernels == {"TritonExperts" if name in IS_EXACT else "MarlinExperts"}
+    is_triton = name in IS_EXACT + IS_EXACT_IN_ONE_WAVE
+    assert kernels == {"TritonExperts" if is_triton else "MarlinExperts"}
     engine.use_slots(0)
     expected = runs(engine)
     assert len({token for run in expected for tokens, _ in run for token in tokens}) > 50
-    again = runs(engine)
-    assert_same(again, expected, is_exact=name in IS_EXACT)
+    assert_same(runs(engine), expected, is_exact=is_triton)
     for capacity in (16, 8, 5):
         engine.use_slots(capacity)
-        assert_same(runs(engine), expected, is_exact=name in IS_EXACT)
+        is_one_wave = capacity == 16 and is_triton
+        assert_same(runs(engine), expected, is_exact=name in IS_EXACT or is_one_wave)
         sums = engine.sums()
         assert sums["calls"] > 0
         assert (sums["evictions"] > 0) == (capacity < 16)
@@ -250,6 +253,7 @@ def test_a_model_larger_than_the_gpu_runs(tmp_path: Path) -> None:
             shape,
             moe_expert_cache_size=16,
             gpu_memory_utilization=3.4 * 2**30 / total,
+            kv_cache_memory_bytes=1 << 28,
             max_num_seqs=8,
             max_num_batched_tokens=512,
             max_model_len=1024,

@@ -15,7 +15,11 @@ from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
-from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
+from hotexperts.integrations.vllm.self_test import (
+    SelfTest,
+    has_shared_scale,
+    is_wanted,
+)
 from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 
 pytest.importorskip("triton")
@@ -167,6 +171,7 @@ class Method:
 
     def __init__(self, experts: TritonLikeExperts) -> None:
         self.experts = experts
+        self.moe_kernel = SimpleNamespace(fused_experts=experts)
 
     def apply(self, **call: Any) -> torch.Tensor:
         layer, hidden = call["layer"], call["x"]
@@ -193,6 +198,18 @@ def test_the_self_test_tells_rows_apart(is_broken: bool) -> None:
     rows[[7, 8]] = rows[[8, 7]].clone()
     with pytest.raises(UnsupportedModelError, match=r"self-test of model.layers.0.*for 8 tokens"):
         test.check()
+
+
+def test_a_scale_for_all_activations_may_round_otherwise_in_waves() -> None:
+    values = {"quant_dtype": torch.float8_e4m3fn, "a2_scale": None}
+    values |= {"per_act_token_quant": False, "block_shape": None}
+    of = lambda **changes: SimpleNamespace(quant_config=SimpleNamespace(**values | changes))  # noqa: E731
+    assert has_shared_scale(of())
+    assert not has_shared_scale(of(quant_dtype=None))
+    assert not has_shared_scale(of(a2_scale=torch.ones(1)))
+    assert not has_shared_scale(of(per_act_token_quant=True))
+    assert not has_shared_scale(of(block_shape=[128, 128]))
+    assert not has_shared_scale(object())
 
 
 def test_quantised_layers_are_tested_unless_the_user_says_no() -> None:

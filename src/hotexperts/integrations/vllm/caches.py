@@ -13,8 +13,9 @@ from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes, format_bytes
-from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.vllm.budget import other_nbytes, total_nbytes
 from hotexperts.integrations.vllm.compat import DIALECTS
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
@@ -71,6 +72,7 @@ class ModelCaches:
         device = next(iter(tensors.values())).device
         store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
         self._stores[layer.layer_name], self._top_k = store, layer.top_k
+        self._plan = self._plan or self._make_plan(layer, store, device)
         is_tested = is_wanted(self.options.self_test, layer, parameters)
         test = SelfTest(layer, method) if is_tested else None
         provider = self._provider(store, device)
@@ -126,7 +128,7 @@ class ModelCaches:
 
     def _provider(self, store: CPUBackingStore, device: torch.device) -> StreamingProvider:
         layout, num_experts = store.layout, store.num_experts
-        capacity = self._capacity(_shape(store, self._top_k), device)
+        capacity = self._capacity(store)
         self._turn = self._turn or Turn(device)
         num_rows = bank_rows(num_experts, capacity)
         if num_rows and layout not in self._banks:
@@ -159,33 +161,18 @@ class ModelCaches:
             self._num_valid_tokens = torch.tensor([ALL_TOKENS], dtype=torch.int32, device=device)
         provider.num_valid_tokens = self._num_valid_tokens
 
-    def _capacity(self, shape: LayerShape, device: torch.device) -> int:
+    def _capacity(self, store: CPUBackingStore) -> int:
+        assert self._plan is not None, "made when the first layer came"
+        return min(self._plan.capacity, store.num_experts)
+
+    def _make_plan(self, layer: Any, store: CPUBackingStore, device: torch.device) -> SizePlan:
+        shapes = [_shape(store, layer.top_k)] * max(1, self.num_expected)
         size = self.options.cache.size
-        if self._plan is None:
-            shapes = [shape] * max(1, self.num_expected)
-            if isinstance(size, int) and not isinstance(size, Bytes):
-                self._plan = fixed_capacity(size, shapes)
-            else:
-                self._plan = capacity_for_budget(*self._budget(size, device), shapes)
-        return min(self._plan.capacity, shape.num_experts)
-
-    def _budget(self, size: Any, device: torch.device) -> tuple[int, int]:
-        """Bytes to spend in all, and what of them goes for other things than slots and banks."""
-        if device.type != "cuda":
-            raise ConfigError(
-                f"{flag('size')} auto and {flag('gib')} need a GPU: give {flag('size')} N"
-            )
-        total = torch.cuda.get_device_properties(device).total_memory
-        usable = int(self.config.cache_config.gpu_memory_utilization * total)
-        budget = size.num_bytes if isinstance(size, Bytes) else usable
-        return budget, torch.cuda.memory_allocated(device) + self._kv_nbytes()
-
-    def _kv_nbytes(self) -> int:
-        """KV cache of up to four sequences of the greatest length."""
-        model, parallel = self.config.model_config, self.config.parallel_config
-        num_tokens = model.max_model_len * min(self.config.scheduler_config.max_num_seqs, 4)
-        heads = model.get_num_kv_heads(parallel) * model.get_head_size()
-        return 2 * num_tokens * heads * model.get_num_layers(parallel) * model.dtype.itemsize
+        if isinstance(size, int) and not isinstance(size, Bytes):
+            return fixed_capacity(size, shapes)
+        total = total_nbytes(size, self.config, device)
+        other = other_nbytes(self.config, device, layer, store.rows.numel())
+        return capacity_for_budget(total, other, shapes)
 
 
 def _shape(store: CPUBackingStore, top_k: int) -> LayerShape:
