@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu_cores": os.cpu_count(),
         "kernel": platform.release().split("-")[0],
-        "versions": {name: _version(name) for name in ("torch", "triton", "transformers")},
+        "versions": {name: _version(name) for name in ("torch", "triton", "transformers", "vllm")},
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
@@ -39,6 +40,7 @@ def main() -> None:
         "device": device_table(),
         "prefill": prefill_table(),
         "load": load_table(),
+        "vllm": vllm_table(),
     }
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
@@ -152,6 +154,36 @@ def load_table() -> str:
         seconds, memory = row["seconds"]["median"], row["over_torch"] / 1e9
         lines.append(f"| {names[way]} | {seconds:.2f} | {memory:.2f} GB |")
     return "\n".join(lines)
+
+
+def vllm_table() -> str:
+    """A step of each batch in the engine without a cache, in the one with it, and offloaded."""
+    results = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())
+    ways = {
+        "stock vLLM, every expert on the GPU": ("stock", "stock"),
+        "the same in the engine below": ("cache", "resident"),
+        "128 slots (all)": ("cache", "128 slots"),
+        "96 slots": ("cache", "96 slots"),
+        "64 slots": ("cache", "64 slots"),
+        "32 slots": ("cache", "32 slots"),
+        "16 slots": ("cache", "16 slots"),
+        "vLLM's UVA offload of experts": ("uva", "uva"),
+        "32 slots, host-managed LRU without graphs": ("eager", "eager host, 32 slots"),
+    }
+    lines = ["| | batch 1 | batch 8 | batch 32 | prefill |", "|---|---|---|---|---|"]
+    for name, (case, way) in ways.items():
+        runs = results["cases"][case]["runs"]
+        columns = ("batch 1", "batch 8", "batch 32", "prefill")
+        cells = [vllm_cell(runs.get(f"{way}, {column}")) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def vllm_cell(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return ""
+    is_partial = run.get("hit_rate", 1) < 0.999
+    return f"{run['ms']:.1f} ms" + (f" ({percent(run['hit_rate'])} hits)" if is_partial else "")
 
 
 def percent(value: float | None) -> str:

@@ -180,9 +180,9 @@ def test_the_number_of_waves_follows_from_the_shape() -> None:
 
 
 def test_a_policy_may_turn_experts_away_where_a_wave_pays() -> None:
-    """From 32 experts on, and of AUTO's own rule from 6 tenths of the slots on."""
+    """From 32 ids on, and where 8 tenths of them pass the 6 tenths of the slots that AUTO asks for."""
     store = make_store(64)
-    for capacity, num_tokens, num_waves in ((60, 8, 1), (60, 10, 2), (34, 7, 1), (34, 8, 2)):
+    for capacity, num_tokens, num_waves in ((60, 11, 1), (60, 12, 2), (34, 7, 1), (34, 8, 2)):
         provider = DeviceWeightProvider(store, capacity, policy="auto", device=DEVICE)
         ids = torch.zeros(num_tokens, 4, dtype=torch.int64, device=DEVICE)
         assert len(list(provider.waves(ids))) == num_waves

@@ -239,6 +239,8 @@ def experts_forward(
             "gradients through cached experts are not supported: run under torch.no_grad(), and "
             "train or fine-tune (PEFT) without an expert cache"
         )
+    if not torch.compiler.is_compiling():  # an operator's way takes the host 30 us more
+        return state.run(hidden_states, top_k_index, top_k_weights)
     op = _capturable_op if state.is_capturable else _eager_op
     return op(hidden_states, top_k_index, top_k_weights, state.key)
 
