@@ -59,18 +59,34 @@ def test_w_tinylfu_lets_the_more_frequent_into_main() -> None:
     assert Replay("w-tinylfu", 2).calls("A A B C C C D") == ". . . B . . A"
 
 
-def test_w_tinylfu_lets_a_loser_pass_by() -> None:
-    # C and D go through the window: B and C, with one use, both lose against A with two.
-    for limit, decision in ((None, "+D -B ~C"), (1, "+D -B ~C"), (0, "+CD -BA")):
-        replay = Replay("w-tinylfu", 2)
-        replay.calls("A A B")
-        assert replay.call("CD", max_bypassed=limit) == decision
+def test_w_tinylfu_lets_every_miss_enter() -> None:
+    # C displaces B, which loses against A with two uses. D displaces C, which is demanded and
+    # no victim: it wins, although it was used once, and A leaves.
+    replay = Replay("w-tinylfu", 2)
+    replay.calls("A A B")
+    assert replay.call("CD", max_bypassed=1) == "+CD -BA"
+    assert (list(replay.policy.window), list(replay.policy.probation)) == ([3], [2])
+
+
+def test_w_tinylfu_takes_no_demanded_resident_for_a_loser() -> None:
+    # B is in the window and hits; C displaces it, and A, although more frequent, must leave.
+    assert Replay("w-tinylfu", 2).calls("A A A B BC") == ". . . . A"
+
+
+def test_w_tinylfu_looks_for_a_victim_in_the_window_when_main_is_needed() -> None:
+    # A is main's only expert and demanded: B, in the window, has no chance at the gate.
+    assert Replay("w-tinylfu", 2).calls("A B B AC") == ". . . B"
 
 
 def test_lirs_keeps_what_came_back_soon() -> None:
     # A and B are LIR, one slot is for HIR: C, then D. C comes back while it is in the stack and
     # becomes LIR; A, at the bottom, goes to the queue and leaves next.
     assert Replay("lirs", 3).calls("A B C D C E") == ". . . C D A"
+
+
+def test_lirs_has_a_tenth_of_the_slots_for_who_is_not_used_again_soon() -> None:
+    policies: Any = [Replay("lirs", slots, num_experts=32).policy for slots in (3, 19, 20, 32)]
+    assert [policy.max_lir for policy in policies] == [2, 18, 18, 29]
 
 
 def test_lirs_takes_the_bottom_of_the_stack_when_the_queue_is_empty() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
 from hotexperts.policy.auto import AUTO, Averages
 from hotexperts.policy.ewma import SMALLEST
+from hotexperts.policy.shadow import LRUShadow, ShadowHits
 from hotexperts.types import Event
 
 FAST_DECAYS = (0.5, 0.8)
@@ -23,10 +26,17 @@ SHADOWS = (  # (a, df, ds) of each
 HOME = 2  # AUTO's own parameters
 FAST_ROW = [FAST_DECAYS.index(df) for _, df, _ in SHADOWS]
 SLOW_ROW = [SLOW_DECAYS.index(ds) for _, _, ds in SHADOWS]
+FAST_AT = np.array(FAST_ROW)  # in the averages of all decays
+SLOW_AT = np.array(SLOW_ROW) + len(FAST_DECAYS)
 FAST_WEIGHT = np.array([a for a, _, _ in SHADOWS], np.float32)[:, None]
 SLOW_WEIGHT = np.array([1 - a for a, _, _ in SHADOWS], np.float32)[:, None]
 DISCOUNT = np.float32(0.99)
 MARGIN = np.float32(1.002)
+EACH = np.arange(len(SHADOWS))[:, None]
+Ints: TypeAlias = npt.NDArray[np.int64]
+ID_BITS = 16
+HIGHEST = 0x7FFFFFFF  # no float32 that is not negative has higher bits
+NOBODY = 1 << 62  # comes after every key
 
 
 class ADV(AUTO):
@@ -40,56 +50,108 @@ class ADV(AUTO):
     that of the highest worth, the lowest of equals, if this is above `1.002 * worth[2]`,
     otherwise 2: nothing else is remembered. The real cache then admits and evicts as AUTO does,
     with that shadow's score. All float32, each operation rounded.
+
+    Beside this an LRU cache plays in shadow, and everybody's hits are counted (`shadow_hits`);
+    no decision depends on either.
     """
 
     name = "adv"
+    history = ("held", "worth", "shadow_totals", "lru_shadow.order", "totals")
 
     def reset(self) -> None:
         """Forget every use and empty the shadows."""
         super().reset()
-        self.fast = Averages(FAST_DECAYS, self.num_experts)
-        self.slow = Averages(SLOW_DECAYS, self.num_experts)
+        self.averages = Averages(FAST_DECAYS + SLOW_DECAYS, self.num_experts)
         self.held = np.zeros((len(SHADOWS), self.num_experts), np.bool_)
         self.worth = np.zeros(len(SHADOWS), np.float32)
         self.index = HOME
+        self.ids = np.arange(self.num_experts)
+        self.lru_shadow = LRUShadow(self.capacity)
+        self.shadow_totals = np.zeros(len(SHADOWS), np.int64)
+        self.totals = [0, 0, 0]  # demands, hits of the real cache and of the LRU shadow
 
     def record(self, event: Event) -> None:
         """Advance averages and shadows, then choose the index whose score is used."""
-        self._advance(event)
-        fast = FAST_WEIGHT * self.fast.rows[FAST_ROW]
-        scores = fast + (SLOW_WEIGHT * self.slow.rows[SLOW_ROW])
-        demanded = np.zeros(self.num_experts, np.bool_)
-        demanded[list(event.demand)] = True
-        hits = np.count_nonzero(self.held & demanded, axis=1)
+        used = np.array(event.demand, np.intp)
+        self._advance(event, used)
+        rows = self.averages.rows
+        scores = FAST_WEIGHT * rows.take(FAST_AT, axis=0)
+        scores += SLOW_WEIGHT * rows.take(SLOW_AT, axis=0)
+        missed = ~self.held.take(used, axis=1)
+        num_missed = np.add.reduce(missed, axis=1, dtype=np.int64)
+        hits = len(used) - num_missed
         self.worth = (DISCOUNT * self.worth) + hits.astype(np.float32)
         self.worth[self.worth < SMALLEST] = 0
-        self._move(scores, demanded, evict=event.evict)
-        best = int(np.argmax(self.worth))
+        self._count(event, hits)
+        if num_missed.any():
+            self._move(scores, used, missed, num_missed, evict=event.evict)
+        best = int(self.worth.argmax())
         self.index = best if self.worth[best] > MARGIN * self.worth[HOME] else HOME
         self.score = scores[self.index]
 
+    def shadow_hits(self) -> ShadowHits:
+        """What every shadow would have hit since the reset, beside the real cache. Changes nothing.
+
+        The shadows are told of every event that this policy decided, prefill included; they know
+        no `max_bypassed` and lose no slot whose bytes did not arrive.
+        """
+        demands, own, lru = self.totals
+        return ShadowHits(demands, own, lru, tuple(self.shadow_totals.tolist()))
+
+    def _count(self, event: Event, hits: Ints) -> None:
+        self.shadow_totals += hits
+        self.totals[0] += len(event.demand)
+        self.totals[1] += sum([expert in event.resident for expert in event.demand])
+        self.totals[2] += self.lru_shadow.use(event.demand, evict=event.evict)
+
     def _move(
-        self, scores: npt.NDArray[np.float32], demanded: npt.NDArray[np.bool_], *, evict: bool
+        self,
+        scores: npt.NDArray[np.float32],
+        used: npt.NDArray[np.intp],
+        missed: npt.NDArray[np.bool_],
+        num_missed: Ints,
+        *,
+        evict: bool,
     ) -> None:
-        """AUTO's decision for every shadow at once (see `winners`), carried out in `held`."""
-        held = self.held
-        missed, may_leave = demanded & ~held, held & ~demanded & evict
-        num_missed = np.count_nonzero(missed, axis=1)
-        free = self.capacity - np.count_nonzero(held, axis=1)
-        best_first = np.argsort(np.where(missed, -scores, np.inf), axis=1, kind="stable")
-        worst_first = np.argsort(np.where(may_leave, scores, np.inf), axis=1, kind="stable")
-        swaps = np.minimum(np.maximum(num_missed - free, 0), np.count_nonzero(may_leave, axis=1))
-        place = np.arange(self.num_experts)
-        if not self._forces(int(np.count_nonzero(demanded))):
-            challengers = np.minimum(place + free[:, None], self.num_experts - 1)
-            challengers = np.take_along_axis(best_first, challengers, axis=1)
-            wins = np.take_along_axis(scores, challengers, axis=1) > np.take_along_axis(
-                scores, worst_first, axis=1
-            )
-            swaps = np.count_nonzero(wins & (place < swaps[:, None]), axis=1)
-        num_entered = np.minimum(num_missed, free + swaps)
-        num_left = np.maximum(num_entered - free, 0)
-        enters, leaves = np.empty_like(held), np.empty_like(held)
-        np.put_along_axis(enters, best_first, place < num_entered[:, None], axis=1)
-        np.put_along_axis(leaves, worst_first, place < num_left[:, None], axis=1)
-        self.held = (held & ~leaves) | enters
+        """AUTO's decision for every shadow at once (see `winners`), carried out in `held`.
+
+        `missed[j, i]`: shadow j does not hold `used[i]`.
+        """
+        num_held = np.add.reduce(self.held, axis=1, dtype=np.int64)
+        free = self.capacity - num_held
+        may_leave = (num_held + num_missed - len(used)) * evict
+        swaps = np.minimum(np.maximum(num_missed - free, 0), may_leave)
+        bits = scores.view(np.int32).astype(np.int64)  # never negative: they order as scores do
+        leaving = self.held.copy()
+        leaving[:, used] = False
+        weakest = _ordered(bits, self.ids, leaving)[:, : int(swaps.max())]
+        if evict and self._forces(len(used)):  # then everybody finds a place
+            self.held[:, used] = True
+        else:
+            strongest = _ordered(HIGHEST - bits.take(used, axis=1), used, missed)
+            swaps = _count_wins(strongest, weakest, free, swaps)
+            self.held[_first(strongest, np.minimum(num_missed, free + swaps))] = True
+        self.held[_first(weakest, swaps)] = False
+
+
+def _ordered(bits: Ints, experts: npt.NDArray[np.intp], among: npt.NDArray[np.bool_]) -> Ints:
+    """Keys of score bits and expert, ascending in each row; those not `among` come last."""
+    keys = np.where(among, (bits << ID_BITS) | experts, NOBODY)
+    keys.sort(axis=1)
+    return keys
+
+
+def _count_wins(strongest: Ints, weakest: Ints, free: Ints, swaps: Ints) -> Ints:
+    """How many of at most `swaps` challengers have a higher score than their opponents."""
+    turn = np.arange(weakest.shape[1])
+    challenger = np.minimum(turn + free[:, None], strongest.shape[1] - 1)
+    bits = HIGHEST - (strongest[EACH, challenger] >> ID_BITS)
+    wins = (bits > weakest >> ID_BITS) & (turn < swaps[:, None])
+    num_wins: Ints = np.add.reduce(wins, axis=1, dtype=np.int64)
+    return num_wins
+
+
+def _first(keys: Ints, num: Ints) -> tuple[npt.NDArray[np.intp], Ints]:
+    """Row and expert of the first `num[row]` keys of each row."""
+    among = np.arange(keys.shape[1]) < num[:, None]
+    return among.nonzero()[0], keys[among] & (1 << ID_BITS) - 1

@@ -21,6 +21,7 @@ class ARC(Serial):
     """
 
     name = "arc"
+    history = ("once", "again", "once_ghosts", "again_ghosts", "target")
 
     def reset(self) -> None:
         """Empty all lists."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ class Averages:
 
     def add(self, use: npt.NDArray[np.float32]) -> None:
         """One event: `rows = (decay * rows) + (weight * use)`, then below 1e-30 becomes 0."""
-        self.rows = (self.decay * self.rows) + (self.weight * use)
+        self.rows *= self.decay
+        self.rows += self.weight * use
         self.rows[self.rows < SMALLEST] = 0
 
 
@@ -50,29 +52,31 @@ class AUTO(Policy):
     """
 
     name = "auto"
+    settings = ("a", "df", "ds")
+    history: ClassVar[tuple[str, ...]] = ("averages.rows",)
 
     def __init__(
         self, num_experts: int, capacity: int, *, a: float = 0.4, df: float = 0.8, ds: float = 0.97
     ) -> None:
-        self.a, self.b = np.float32(a), np.float32(1 - a)
-        self.df, self.ds = df, ds
+        self.a, self.df, self.ds = a, df, ds
+        self.mix = np.array([[a], [1 - a]], np.float32)
         super().__init__(num_experts, capacity)
 
     def reset(self) -> None:
         """Forget every use."""
         super().reset()
-        self.fast = Averages((self.df,), self.num_experts)
-        self.slow = Averages((self.ds,), self.num_experts)
+        self.averages = Averages((self.df, self.ds), self.num_experts)
         self.score = np.zeros(self.num_experts, np.float32)
 
     def record(self, event: Event) -> None:
         """Advance both averages and mix them."""
-        self._advance(event)
-        self.score = (self.a * self.fast.rows[0]) + (self.b * self.slow.rows[0])
+        self._advance(event, np.array(event.demand, np.intp))
+        fast, slow = self.mix * self.averages.rows
+        self.score = fast + slow
 
     def eviction_key(self, expert: int) -> float:
         """The mixed average."""
-        return float(self.score[expert])
+        return self.score.item(expert)
 
     def admit(
         self,
@@ -86,11 +90,10 @@ class AUTO(Policy):
         forced = self._forces(num_demanded)
         return winners(self.score, misses, candidates, free, max_bypassed, forced=forced)
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: Event, used: npt.NDArray[np.intp]) -> None:
         use = np.zeros(self.num_experts, np.float32)
-        use[list(event.demand)] = np.sqrt(np.array(event.counts, np.float32))
-        self.fast.add(use)
-        self.slow.add(use)
+        use[used] = np.sqrt(np.array(event.counts, np.float32))
+        self.averages.add(use)
         self.tick += 1
 
     def _forces(self, num_demanded: int) -> bool:
@@ -98,7 +101,7 @@ class AUTO(Policy):
 
 
 def winners(
-    score: npt.NDArray[np.float32],
+    score: npt.NDArray[np.floating[Any]],
     misses: Sequence[int],
     candidates: Sequence[int],
     free: int,
@@ -116,6 +119,8 @@ def winners(
         max_bypassed: at most so many pass by although there is a candidate left.
         forced: none passes by while there is a candidate left.
     """
+    if len(misses) <= free + (len(candidates) if forced else 0):
+        return list(misses)
     missed = np.array(misses, np.intp)
     leaving = np.array(candidates, np.intp)
     ranked = missed[np.argsort(-score[missed], kind="stable")]

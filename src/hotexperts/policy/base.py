@@ -8,7 +8,7 @@ before victims are chosen. Ties break by expert id: of equal scores the lower id
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hotexperts.types import Decision, Event
@@ -21,12 +21,22 @@ class Policy(ABC):
     pass by (bypass) also overrides `admit`. Shadow caches belong into `record`, which sees every
     event; a kernel twin restates `record`, `eviction_key` and `admit` on tensors.
 
+    Attributes:
+        name: in the registry.
+        settings: the arguments that shape decisions, named where a class adds some; those of its
+            bases count too. A state fits only where they are equal.
+        history: likewise the attributes that `reset` makes and a later event needs, "a.b" for one
+            of an attribute's own. Not named is what `record` computes anew in each event. See
+            `hotexperts.policy.state` for what they may hold.
+
     Args:
         num_experts: experts in the layer; ids are 0 to num_experts - 1.
         capacity: cached slots of the layer, 1 to num_experts.
     """
 
     name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ("num_experts", "capacity")
+    history: ClassVar[tuple[str, ...]] = ("tick",)
 
     def __init__(self, num_experts: int, capacity: int) -> None:
         assert 1 <= capacity <= num_experts, (capacity, num_experts)
@@ -79,6 +89,30 @@ class Policy(ABC):
     def reset(self) -> None:
         """Forget everything, as if just constructed."""
         self.tick = 0
+
+    def state(self) -> dict[str, Any]:
+        """All that later decisions depend on, in lists, numbers and strings, as JSON has them.
+
+        Who is resident is not in it: that is the ledger's. Changes nothing.
+
+        Raises:
+            ConfigError: the class does not name its history.
+        """
+        from hotexperts.policy.state import save_state  # needs NumPy, which deciding does not
+
+        return save_state(self)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as the policy whose `state` this is; all that this one knew is forgotten.
+
+        Raises:
+            ConfigError: a state of another policy, number of experts, capacity or setting, one
+                that is incomplete or of the wrong form, or a class that does not name its
+                history. Then nothing has changed.
+        """
+        from hotexperts.policy.state import load_state
+
+        load_state(self, state)
 
     @abstractmethod
     def record(self, event: Event) -> None:

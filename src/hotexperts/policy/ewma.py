@@ -19,6 +19,7 @@ class EWMA(Policy):
     """
 
     name = "ewma"
+    history = ("score",)
 
     def reset(self) -> None:
         """Forget every use."""
@@ -35,4 +36,4 @@ class EWMA(Policy):
 
     def eviction_key(self, expert: int) -> float:
         """Decayed count."""
-        return float(self.score[expert])
+        return self.score.item(expert)

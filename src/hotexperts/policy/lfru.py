@@ -18,6 +18,7 @@ class LFRU(Policy):
     """
 
     name = "lfru"
+    history = ("count", "last_use")
 
     def reset(self) -> None:
         """Forget every use."""
@@ -36,7 +37,7 @@ class LFRU(Policy):
 
     def eviction_key(self, expert: int) -> float:
         """Uses per time since the last one."""
-        return float(self.score[expert])
+        return self.score.item(expert)
 
     def _score(self, age: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         count, wait = self.count.astype(np.float32), (age + 1).astype(np.float32)

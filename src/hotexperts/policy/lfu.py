@@ -20,6 +20,7 @@ class LFU(Policy):
     """
 
     name = "lfu"
+    history = ("count", "last_use", "uses_since_halving")
 
     def reset(self) -> None:
         """Forget every use."""

@@ -1,20 +1,21 @@
-"""LIRS: what is used again soon stays; the others share a hundredth of the slots."""
+"""LIRS: what is used again soon stays; the others share a tenth of the slots."""
 
 from __future__ import annotations
 
 from hotexperts.policy.serial import Serial
 
-HIR_SHARE = 100  # one in so many slots is for experts of high inter-reference recency
+HIR_SHARE = 10  # one in so many slots is for experts of high inter-reference recency
 
 
 class LIRS(Serial):
     """Low inter-reference recency set (Jiang and Zhang, SIGMETRICS 2002).
 
     `stack` is the paper's S, `queue` its Q, `lir` the LIR experts, all of which are resident; HIR
-    experts have a hundredth of the slots, at least one. An expert that is used while it is HIR
-    and in the stack becomes LIR; if there are too many, the LIR expert at the stack's bottom
-    goes to the end of the queue and out of the stack. The bottom is always LIR: what is below is
-    dropped. The front of the queue leaves, and stays in the stack if it is there.
+    experts have a tenth of the slots, at least one: the paper's hundredth, of thousands of
+    blocks, would be one slot in nearly any layer. An expert that is used while it is HIR and in
+    the stack becomes LIR; if there are too many, the LIR expert at the stack's bottom goes to the
+    end of the queue and out of the stack. The bottom is always LIR: what is below is dropped. The
+    front of the queue leaves, and stays in the stack if it is there.
 
     Our reading for an event: see `Serial`. A call of many misses empties the queue. Then the
     LIR expert nearest the bottom leaves that is not demanded, out of the stack as if demoted; and
@@ -23,6 +24,7 @@ class LIRS(Serial):
     """
 
     name = "lirs"
+    history = ("stack", "queue", "lir")
 
     def reset(self) -> None:
         """Empty stack and queue."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hotexperts.policy.base import Policy
 from hotexperts.types import Event
@@ -15,6 +15,7 @@ class LRU(Policy):
     """
 
     name = "lru"
+    history: ClassVar[tuple[str, ...]] = ("last_use",)
 
     def reset(self) -> None:
         """Forget every use."""

@@ -21,6 +21,8 @@ class Random(Policy):
     """
 
     name = "random"
+    settings = ("seed",)
+    history = ("draw", "place")
 
     def __init__(self, num_experts: int, capacity: int, *, seed: int = 0) -> None:
         self.seed = seed

@@ -23,6 +23,7 @@ class S3FIFO(Serial):
     """
 
     name = "s3-fifo"
+    history = ("small", "main", "ghosts")
 
     def reset(self) -> None:
         """Empty all queues."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import deepcopy
-from typing import TypeVar
+from copy import copy
+from typing import ClassVar, TypeVar
 
 from hotexperts.policy.base import Policy
 from hotexperts.types import Event
@@ -21,6 +21,8 @@ class Serial(Policy):
     then the newcomers enter in ascending id. The i-th victim makes room for the i-th newcomer
     that finds no free slot. Every miss enters while there is a victim.
     """
+
+    history: ClassVar[tuple[str, ...]] = ("known",)
 
     def reset(self) -> None:
         """Forget every expert."""
@@ -42,7 +44,7 @@ class Serial(Policy):
                 self.miss(expert)
                 misses.append(expert)
         newcomers = misses[max(0, self.capacity - len(self.known)) :]
-        self.plan = deepcopy(self)._evictions(newcomers) if event.evict and newcomers else {}
+        self.plan = self._twin()._evictions(newcomers) if event.evict and newcomers else {}
 
     def eviction_key(self, expert: int) -> int:
         """Place among those that would leave; all others come after them."""
@@ -80,6 +82,14 @@ class Serial(Policy):
     def oldest(self, queue: dict[int, V]) -> int | None:
         """First of a queue that may leave."""
         return next((expert for expert in queue if expert not in self.demanded), None)
+
+    def _twin(self) -> Serial:
+        """A copy whose queues are its own; what `evict` does not change is shared."""
+        twin = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | set):
+                setattr(twin, name, value.copy())
+        return twin
 
     def _follow(self, resident: set[int]) -> None:
         """Agree with the ledger, which empties slots whose bytes did not arrive."""

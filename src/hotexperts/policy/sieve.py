@@ -18,6 +18,7 @@ class SIEVE(Serial):
     """
 
     name = "sieve"
+    history = ("visited", "hand")
 
     def reset(self) -> None:
         """Forget every expert."""

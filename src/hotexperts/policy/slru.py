@@ -16,6 +16,7 @@ class SLRU(LRU):
     """
 
     name = "slru"
+    history = ("protected",)
 
     def reset(self) -> None:
         """Forget every use and empty the protected segment."""

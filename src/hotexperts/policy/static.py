@@ -27,6 +27,7 @@ class Static(Policy):
     """
 
     name = "static"
+    settings = ("heat",)
 
     def __init__(
         self, num_experts: int, capacity: int, *, profile: Sequence[float] | None = None

@@ -1,0 +1,133 @@
+"""A policy's memory as plain values, and back.
+
+A class names what makes it up once, in `Policy.settings` and `Policy.history`. An attribute may be
+None, a bool or a number, a list, set or dict of these, a NumPy array or a `random.Random`. What an
+attribute is says how to read its plain form: lists and arrays keep their size, sets and dicts need
+not.
+"""
+
+from __future__ import annotations
+
+import random
+import reprlib
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotexperts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hotexperts.policy.base import Policy
+
+FIELDS = ("policy", "settings", "history")
+
+
+def save_state(policy: Policy) -> dict[str, Any]:
+    """See `Policy.state`."""
+    settings, history = _names(policy, "settings"), _names(policy, "history")
+    return {
+        "policy": policy.name,
+        "settings": {name: _plain(attrgetter(name)(policy)) for name in settings},
+        "history": {name: _plain(attrgetter(name)(policy)) for name in history},
+    }
+
+
+def load_state(policy: Policy, state: Mapping[str, Any]) -> None:
+    """See `Policy.restore`."""
+    wanted = save_state(policy)
+    _check(wanted, state)
+    values = {}
+    for name, plain in state["history"].items():
+        try:
+            values[name] = _revived(attrgetter(name)(policy), plain)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"state of policy {policy.name!r}: {name} is damaged ({error}): save it anew"
+            ) from error
+    policy.reset()
+    for name, value in values.items():
+        owner, _, last = name.rpartition(".")
+        setattr(attrgetter(owner)(policy) if owner else policy, last, value)
+
+
+def _check(wanted: dict[str, Any], state: Mapping[str, Any]) -> None:
+    """Whether a state is whole and of such a policy."""
+    if not isinstance(state, Mapping) or set(state) != set(FIELDS):
+        raise ConfigError(f"not the state of a policy: give a mapping of {', '.join(FIELDS)}")
+    if state["policy"] != wanted["policy"]:
+        raise ConfigError(
+            f"state of policy {state['policy']!r}, this one is {wanted['policy']!r}: "
+            "restore it into a policy of its own kind"
+        )
+    for field in FIELDS[1:]:
+        if not isinstance(state[field], Mapping) or set(state[field]) != set(wanted[field]):
+            raise ConfigError(
+                f"state of policy {wanted['policy']!r} has not the {field} "
+                f"{', '.join(wanted[field])}: save it anew"
+            )
+    for name, value in wanted["settings"].items():
+        if state["settings"][name] != value:
+            raise ConfigError(
+                f"state of policy {wanted['policy']!r} with {name} "
+                f"{reprlib.repr(state['settings'][name])}, this one has {reprlib.repr(value)}: "
+                "restore it where both are equal"
+            )
+
+
+def _names(policy: Policy, field: str) -> list[str]:
+    """What the classes of a policy name, the base's first.
+
+    Raises:
+        ConfigError: one has a `reset` of its own and names no history.
+    """
+    names: list[str] = []
+    for kind in reversed(type(policy).__mro__):
+        if "reset" in vars(kind) and "history" not in vars(kind):
+            raise ConfigError(
+                f"policy {policy.name!r} cannot be saved: {kind.__name__} must name in `history` "
+                "what its `reset` makes"
+            )
+        names.extend(name for name in vars(kind).get(field, ()) if name not in names)
+    return names
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, random.Random):
+        version, words, gauss = value.getstate()
+        return [version, list(words), gauss]
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, dict):
+        return [[key, _plain(item)] for key, item in value.items()]  # in order, whatever the keys
+    return list(value) if isinstance(value, list) else value
+
+
+def _revived(like: Any, plain: Any) -> Any:
+    """The value whose plain form is `plain`, of the kind of `like`."""
+    if isinstance(like, np.ndarray):
+        return _array(like, plain)
+    if isinstance(like, random.Random):
+        draw = random.Random()
+        version, words, gauss = plain
+        draw.setstate((version, tuple(words), gauss))
+        return draw
+    if isinstance(like, set | dict):
+        return type(like)(plain)
+    if isinstance(like, list):
+        if len(plain) != len(like):
+            raise ValueError(f"{len(plain)} values, not {len(like)}")
+        return list(plain)
+    if not isinstance(plain, int | float | None):
+        raise TypeError(f"{plain!r}, not a number")
+    return plain
+
+
+def _array(like: np.ndarray[Any, Any], plain: Any) -> np.ndarray[Any, Any]:
+    found = np.array(plain, like.dtype)
+    if found.shape != like.shape:
+        raise ValueError(f"shape {found.shape}, not {like.shape}")
+    return found
