@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 import hotexperts
+from hotexperts.cli.doctor import doctor
 from hotexperts.cli.run import run
 from hotexperts.cli.simulate import simulate
+from hotexperts.cli.trace import trace
 from hotexperts.cli.verify import verify
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.command()(run)
 app.command()(verify)
 app.command()(simulate)
+app.command()(trace)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

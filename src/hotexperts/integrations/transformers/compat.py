@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hotexperts import known_versions
 from hotexperts.errors import UnsupportedModelError
 
-KNOWN_VERSIONS = ("5.17", "5.24")
+KNOWN_VERSIONS = known_versions.TRANSFORMERS
 EXPERTS_FLAGS = ("is_transposed", "has_bias", "has_gate", "config")
 KNOWN_DECORATOR_FLAGS = frozenset(
     {

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hotexperts import known_versions
 from hotexperts.errors import UnsupportedModelError
 
-KNOWN_VERSIONS = ("0.26", "0.27", "0.32", "0.33")
+KNOWN_VERSIONS = known_versions.VLLM
 # Hooked names: where, and the parameters that we rely on, in this order.
 HOOKED: dict[str, dict[str, list[str]]] = {
     "vllm.engine.arg_utils": {
@@ -57,6 +59,7 @@ HOOKED: dict[str, dict[str, list[str]]] = {
     "vllm.v1.worker.worker_base": {
         "WorkerWrapperBase.init_worker": ["self"],
         "WorkerWrapperBase.execute_model": ["self", "scheduler_output"],
+        "WorkerWrapperBase.shutdown": ["self"],
     },
 }
 # Experts classes whose every per-expert tensor is known (see weights.py), by how a call says which
@@ -109,6 +112,17 @@ def check_names(module: Any) -> None:
                 f"vLLM {vllm_version()} is not supported: {module.__name__}.{path} takes "
                 f"{parameters}, not {expected}; install one of {', '.join(KNOWN_VERSIONS)}"
             )
+
+
+def check_loaded_names() -> None:
+    """Check the hooked names of every module that is imported by now.
+
+    Raises:
+        UnsupportedModelError: as `check_names`.
+    """
+    for name in HOOKED:
+        if name in sys.modules:
+            check_names(sys.modules[name])
 
 
 def _plain(function: Any) -> Callable[..., Any]:

