@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from hotexperts.errors import CheckpointError
 from hotexperts.types import Decision, Placement
 
 NOWHERE = -1
@@ -32,6 +33,29 @@ class Residency:
         self.slot_of = [NOWHERE] * self.num_experts
         self.expert_of = [NOWHERE] * (self.capacity + self.num_staging)
         self._residents: dict[int, None] = {}
+
+    def restore(self, slot_of: Sequence[int]) -> None:
+        """Put every expert where it was.
+
+        Args:
+            slot_of: cached slot of each expert, -1 for none.
+
+        Raises:
+            CheckpointError: a slot that is none, or two experts in one; every slot is empty then.
+        """
+        self.reset()
+        if len(slot_of) != self.num_experts:
+            raise CheckpointError(f"slots of {len(slot_of)} experts, not of {self.num_experts}")
+        for expert, slot in enumerate(slot_of):
+            if slot == NOWHERE:
+                continue
+            if not 0 <= slot < self.capacity or self.expert_of[slot] != NOWHERE:
+                self.reset()
+                raise CheckpointError(
+                    f"expert {expert} in slot {slot} of {self.capacity}, which is taken or none"
+                )
+            self._residents[expert] = None
+            self._put(expert, slot)
 
     @property
     def residents(self) -> Collection[int]:

@@ -205,3 +205,22 @@ def test_no_character_is_shown_before_its_last_byte() -> None:
     pieces.end()
     assert shown[-1] == "\N{REPLACEMENT CHARACTER}", "a cut character is shown as such"
     assert len(pieces.times) == len(pieces.token_ids) == 8
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_a_state_makes_the_next_run_warm(
+    mode: str, saved_model: Path, kernel_device: str, cli: Cli, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.json"
+    arguments = ("run", saved_model, "--prompt", PROMPT, "--json", "--expert-cache-size", 8)
+    arguments += ("--device", kernel_device, "--max-new-tokens", 2, "--cache-mode", mode)
+    first = cli(*arguments, "--expert-cache-state", state)
+    assert f"note: no {state} yet: the cache starts empty" in first.err
+    second = cli(*arguments, "--expert-cache-state", state)
+    assert first.json["stats"]["misses"] > 0
+    assert second.json["stats"]["misses"] == 0
+    assert second.json["text"] == first.json["text"]
+    refused = cli(*arguments, "--policy", "lru", "--expert-cache-state", state)
+    assert refused.status == 2
+    assert "saved with policy adv, and this cache has lru" in refused.err

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +172,34 @@ def test_help_shows_the_flags() -> None:
         assert f"--moe-expert-cache-{name}" in found
 
 
+def test_a_restart_is_warm(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What the first engine had in its slots the second has before its first request."""
+    from vllm import LLM, SamplingParams
+
+    state = str(tmp_path / "state")
+    options = {"moe_expert_cache_size": 16, "moe_expert_cache_options": {"state": state}}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def run() -> tuple[list[int], int]:
+        llm = LLM(str(checkpoint("qwen3")), **OPTIONS | options)
+        outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+        stats = stats_of(llm)
+        assert stats is not None
+        assert state in llm.collective_rpc("save_expert_cache_state")[0]
+        misses = sum(layer["misses"] for layer in stats.values())
+        return list(outputs[0].outputs[0].token_ids), misses
+
+    (cold_tokens, cold_misses), (warm_tokens, warm_misses) = run(), run()
+    assert warm_tokens == cold_tokens
+    assert cold_misses > 0
+    assert warm_misses == 0
+
+
 def test_two_ranks_cache_their_own_shards(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensor parallel: each rank has half of every expert; both see the same ids."""
+    import psutil
     from vllm import LLM, SamplingParams
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -187,7 +211,8 @@ def test_two_ranks_cache_their_own_shards(
         outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
         found.append(list(outputs[0].outputs[0].token_ids))
         counters.append(llm.collective_rpc("expert_cache_stats"))
-        llm.llm_engine.engine_core.shutdown()
+        with suppress(psutil.NoSuchProcess):  # vLLM kills what may have ended by itself
+            llm.llm_engine.engine_core.shutdown()
     assert found[0] == found[1]
     assert counters[0] == [[], []]
     (first,), (second,) = counters[1]

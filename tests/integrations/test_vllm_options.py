@@ -11,10 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hotexperts.config import DEFAULT_POLICY, Bytes
-from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOperationError
-from hotexperts.integrations.vllm import compat, flags, options, plugin, refusals
+from hotexperts.errors import (
+    ConfigError,
+    HostMemoryError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+from hotexperts.integrations.vllm import budget, compat, flags, options, plugin, refusals
 
 
 @dataclass
@@ -115,6 +121,9 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"size": 4, "options": "3"}, "--moe-expert-cache-options is 3: give a JSON object"),
         ({"size": 4, "options": {"speed": 1}}, r"\['speed'\]: known are prefill_tokens, self"),
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),
+        ({"size": 4, "options": {"state": 3}}, "state is 3: give the name of a file"),
+        ({"size": 4, "options": {"state": "/"}}, "state is '/': give the name of a file"),
+        ({"size": 4, "options": {"state": "/no/state"}}, "in a folder that is not there"),
         ({"size": 4, "options": {"prefill_tokens": 0}}, "prefill_tokens is 0: give at least 1"),
         ({"slots": 4}, r"\['slots'\]: use size, gib, policy, options"),
     ],
@@ -188,3 +197,48 @@ def test_a_module_is_patched_once_when_it_is_imported(
     assert module.value == 2
     assert not any(isinstance(finder, plugin._Finder) for finder in sys.meta_path)
     del sys.modules["late_module"]
+
+
+def test_experts_beyond_the_host_are_refused_before_they_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "available_host_bytes", lambda: 100)
+    need = budget.HostBudget(num_ranks=2)
+    need.add(20)
+    need.add(30)
+    with pytest.raises(HostMemoryError, match=r"more than 102 bytes.*check_host_memory.: false"):
+        need.add(1)
+
+
+def test_what_is_not_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 10 GiB: the user's budget or vLLM's share; KV as given, or for four sequences."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    properties = SimpleNamespace(total_memory=10 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 30)
+    model = SimpleNamespace(
+        max_model_len=1000,
+        dtype=torch.bfloat16,
+        get_num_kv_heads=lambda parallel: 4,
+        get_head_size=lambda: 128,
+        get_num_layers=lambda parallel: 48,
+        get_vocab_size=lambda: 1000,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=None,
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=9, max_num_batched_tokens=100),
+    )
+    assert budget.total_nbytes("auto", config, gpu) == 5 << 30
+    assert budget.total_nbytes(Bytes(7), config, gpu) == 7
+    with pytest.raises(ConfigError, match="need a GPU: give --moe-expert-cache-size N"):
+        budget.total_nbytes("auto", config, cpu)
+    assert budget.kv_nbytes(config) == 2 * 4000 * 4 * 128 * 48 * 2
+    layer = SimpleNamespace(hidden_size=64, intermediate_size_per_partition=48, top_k=2)
+    rows, tokens, logits = 4 * 100 * 2 * 96 * 2, 8 * 100 * 64 * 2, 4 * 9 * 1000 * 4
+    assert budget.workspace_nbytes(config, layer) == rows + tokens + logits
+    config.cache_config.kv_cache_memory_bytes = 1 << 20
+    other = budget.other_nbytes(config, gpu, layer, experts_nbytes=2 << 30)
+    expected = (3 << 30) + (1 << 20) + rows + tokens + logits + budget.CONTEXT_NBYTES
+    assert other == expected

@@ -11,6 +11,7 @@ import torch
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.padding import TokenCount
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.kernels.plan import DEVICE_POLICIES, Counter
 
@@ -180,7 +181,7 @@ def test_the_number_of_waves_follows_from_the_shape() -> None:
 
 
 def test_a_policy_may_turn_experts_away_where_a_wave_pays() -> None:
-    """From 32 ids on, and where 8 tenths of them pass the 6 tenths of the slots that AUTO asks for."""
+    """From 32 ids on, and where 8 tenths of them are more than AUTO's 6 tenths of the slots."""
     store = make_store(64)
     for capacity, num_tokens, num_waves in ((60, 11, 1), (60, 12, 2), (34, 7, 1), (34, 8, 2)):
         provider = DeviceWeightProvider(store, capacity, policy="auto", device=DEVICE)
@@ -323,3 +324,34 @@ def test_a_graph_waits_for_what_a_broken_off_call_copies_ahead() -> None:
     torch.cuda.current_stream().synchronize()
     assert copied.query()
     assert torch.equal(found.long() - 1, ids)
+
+
+@pytest.mark.gpu
+def test_padding_of_a_replay_asks_for_nothing() -> None:
+    """A graph for five tokens serves two of them, then four; the eager call has no padding."""
+    provider = DeviceWeightProvider(make_store(), 20, device="cuda")
+    provider.token_count = TokenCount(torch.device("cuda"))
+    ids = torch.arange(20, device="cuda").view(5, 4)
+    provider.prepare(ids)
+    provider.reset()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = provider.prepare(ids)
+    for num_tokens, misses in ((2, 8), (4, 16)):
+        provider.token_count.expect(num_tokens)
+        graph.replay()
+        assert provider.stats.misses == misses
+        slots = result.topk_ids.flatten().tolist()
+        assert len(set(slots[: 4 * num_tokens])) == 4 * num_tokens
+        assert set(slots[4 * num_tokens :]) == {0}
+    provider.prepare(ids)
+    assert provider.stats.misses == 20
+
+
+def test_calls_outside_of_graphs_have_no_padding() -> None:
+    provider = DeviceWeightProvider(make_store(), 20, device=DEVICE)
+    provider.token_count = TokenCount(torch.device(DEVICE))
+    provider.token_count.expect(1)
+    provider.prepare(torch.arange(8, device=DEVICE).view(2, 4))
+    assert provider.stats.misses == 8

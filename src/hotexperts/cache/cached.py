@@ -123,6 +123,22 @@ class CachedWeightProvider(StreamingProvider):
             self.policy.reset()
             self._stats.reset()
 
+    def state(self) -> dict[str, Any]:
+        """See `StreamingProvider.state`."""
+        slot_of = [s if s < self.slots.capacity else NOWHERE for s in self.slots.slot_of]
+        return {"slot_of": slot_of, "policy": self.policy.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `StreamingProvider.restore`."""
+        with self._turn.taken():
+            self.slots.residency.restore(state["slot_of"])
+            try:
+                self.policy.restore(state["policy"])
+                self._copy_in(state["slot_of"])
+            except BaseException:
+                self.slots.residency.reset()
+                raise
+
     def _decide(
         self,
         demand: list[int],

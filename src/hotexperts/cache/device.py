@@ -8,18 +8,20 @@ from typing import Any
 import torch
 
 from hotexperts.cache.device_mode import check_device_mode
+from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
 from hotexperts.cache.turn import Turn
-from hotexperts.errors import ConfigError, ExpertCacheOverflow
+from hotexperts.errors import CheckpointError, ConfigError, ExpertCacheOverflow
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.policy import DEFAULT_POLICY
+from hotexperts.residency import Residency
 from hotexperts.stats import CacheStats
 
 DISTINCT = 0.8  # of a batch's ids name different experts; 45 to 49 of 64 in traces of 128 experts
@@ -43,8 +45,8 @@ class DeviceWeightProvider(StreamingProvider):
     Attributes:
         next_provider: of the layer that follows in the model. Between two prefill calls the banks
             fill for it before its router has spoken.
-        num_valid_tokens: int32 `[1]` on the device: later tokens of a call are padding and ask for
-            nothing. None: no token is.
+        token_count: of captured calls: later tokens are padding and ask for nothing. None: no
+            token is.
 
     Raises:
         ConfigError: a capacity outside 1 to E, a policy without a kernel, or tensors whose size
@@ -75,7 +77,7 @@ class DeviceWeightProvider(StreamingProvider):
         super().__init__(store, capacity, device, banks, turn)
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
-        self.num_valid_tokens: torch.Tensor | None = None
+        self.token_count: TokenCount | None = None
         self._may_have_rows_ahead = False
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
@@ -190,6 +192,21 @@ class DeviceWeightProvider(StreamingProvider):
             self.plan.clear(self.kernel.state)
             self.reset_stats()
 
+    def state(self) -> dict[str, Any]:
+        """See `StreamingProvider.state`."""
+        return {"words": self.kernel.state[: self.plan.scratch].cpu().tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `StreamingProvider.restore`."""
+        restored = self.plan.restored(state["words"])
+        ledger = Residency(self.store.num_experts, self.capacity)
+        ledger.restore(self.plan.view(restored, "slot_of").tolist())
+        if ledger.expert_of != self.plan.view(restored, "expert_of").tolist():
+            raise CheckpointError("the slots of experts and the experts of slots disagree")
+        with self._turn.taken():
+            self.kernel.state.copy_(restored)
+            self._copy_in(ledger.slot_of)
+
     def _most_bypassed(self, topk_ids: torch.Tensor, *, prefill: bool) -> tuple[int, int]:
         """Bank waves that ids of this shape may need, and how many experts may pass by freely.
 
@@ -211,7 +228,8 @@ class DeviceWeightProvider(StreamingProvider):
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        self.kernel(topk_ids, remapped, self.num_valid_tokens, num_waves=1 + num_parts, **how)
+        count = None if self.token_count is None else self.token_count.of_this_call()
+        self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
         part = SLOTS if num_parts else None
         return ExpertWeightResult(self.tensors, remapped, self._slot_of, part)
 

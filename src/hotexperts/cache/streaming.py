@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from hotexperts.cache.store import ExpertStore
 from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError
+from hotexperts.residency import NOWHERE
 from hotexperts.sizing import bank_rows
 from hotexperts.stats import CacheStats
 
@@ -83,6 +84,24 @@ class StreamingProvider(ExpertWeightProvider):
     @abstractmethod
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Who is in which slot and what the policy knows, as JSON has it; waits for the device."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` gave: its experts are copied into their slots again.
+
+        Raises:
+            CheckpointError: it is no such state, or not of so many experts and slots.
+        """
+
+    def _copy_in(self, slot_of: Sequence[int]) -> None:
+        """Bring the experts whose slots these are, in stream order."""
+        for expert, slot in enumerate(slot_of):
+            if slot != NOWHERE:
+                self.store.copy_into(expert, [tensor[slot] for tensor in self.slot_tensors])
 
     def _most_demanded(self, topk_ids: torch.Tensor) -> int:
         """Distinct experts that ids of this shape may ask for."""

@@ -47,6 +47,11 @@ def show_error(message: object) -> None:
     typer.echo(line.encode(errors="backslashreplace").decode(), err=True)
 
 
+def note(message: str) -> None:
+    """One line on stderr, of something that may surprise."""
+    typer.echo(f"note: {message}", err=True)
+
+
 def _message(error: Exception) -> str | None:
     """What to tell the user; None for what is a bug of ours."""
     if isinstance(error, HotExpertsError):

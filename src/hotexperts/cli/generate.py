@@ -13,6 +13,7 @@ from hotexperts.cli.console import quiet_libraries
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import TextPieces
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.stats import CacheStats, total
@@ -85,6 +86,12 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
+
+    @property
+    def cache(self) -> ExpertCache:
+        """The model's."""
+        found: ExpertCache = self._model.expert_cache
+        return found
 
     def answer(self, prompt: str, emit: Callable[[str], None], *, echo: bool = False) -> Data:
         """Continue one prompt.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -59,6 +62,15 @@ def run(
     expert_store: options.ExpertStore = options.Store.RAM,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
+    expert_cache_state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Start with the experts and the history of this file, if it is there, and save "
+            "them to it at the end.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
@@ -112,10 +124,27 @@ def run(
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
         )
-        if interactive:
-            _loop(session)
-        else:
-            _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
+        with _kept(session, expert_cache_state):
+            if interactive:
+                _loop(session)
+            else:
+                _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
+
+
+@contextmanager
+def _kept(session: Session, path: Path | None) -> Iterator[None]:
+    """Inside, the cache goes on from the file; what it then knows is saved, whatever happens."""
+    if path is None:
+        yield
+        return
+    if path.exists():
+        session.cache.load_state(path)
+    else:
+        console.note(f"no {path} yet: the cache starts empty")
+    try:
+        yield
+    finally:
+        session.cache.save_state(path)
 
 
 def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, policy: str) -> None:

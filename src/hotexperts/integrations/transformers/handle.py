@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from hotexperts.cache import StreamBanks
+from hotexperts.cache import StreamBanks, warm_start
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.stats import CacheStats, total
 
@@ -70,6 +72,29 @@ class ExpertCache:
     def expert_nbytes(self) -> int:
         """Bytes of every expert of the model, as resident it would need them."""
         return sum(p.store.num_experts * p.store.layout.nbytes for p in self.providers)
+
+    def save_state(self, path: str | Path) -> None:
+        """Write who is in which slot, and what the policy knows, for a warm start; no weights.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        warm_start.save(path, self._by_name(), self._about())
+
+    def load_state(self, path: str | Path) -> None:
+        """Continue from a file of `save_state`: its experts are copied into their slots.
+
+        Raises:
+            CheckpointError: the file is none of these, or is damaged.
+            ConfigError: it is of another model, policy, mode or number of slots.
+        """
+        warm_start.load(path, self._by_name(), self._about())
+
+    def _by_name(self) -> dict[str, StreamingProvider]:
+        return dict(zip(self.names, self.providers, strict=True))
+
+    def _about(self) -> dict[str, Any]:
+        return {"policy": self.policy, "mode": self.mode, "capacity": self.capacity}
 
     def reset_stats(self) -> None:
         """Set the counters to zero; the slots keep their experts."""

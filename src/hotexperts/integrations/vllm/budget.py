@@ -1,4 +1,4 @@
-"""What of the GPU's memory is not for slots, reckoned before vLLM has profiled anything."""
+"""What of the GPU's memory is not for slots, before vLLM has profiled; and what the host has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from hotexperts.config import Bytes
-from hotexperts.errors import ConfigError
+from hotexperts.cache.host_memory import available_host_bytes
+from hotexperts.config import Bytes, format_bytes
+from hotexperts.errors import ConfigError, HostMemoryError
 from hotexperts.integrations.vllm.options import flag
 
 # CUDA context, its libraries, and captured graphs: 0.5 to 0.7 GB on an H200.
@@ -65,3 +66,31 @@ def workspace_nbytes(config: Any, layer: Any) -> int:
     tokens = 8 * num_tokens * layer.hidden_size * itemsize
     logits = 4 * scheduler.max_num_seqs * model.get_vocab_size() * 4  # float32, sorted for top-p
     return pairs + tokens + logits
+
+
+class HostBudget:
+    """Adds up experts as vLLM creates them, untouched, before it loads a single one.
+
+    Args:
+        num_ranks: processes that each hold as much in this host's memory.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._available = available_host_bytes()
+        self._needed = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more.
+
+        Raises:
+            HostMemoryError: they are more than the host had to begin with.
+        """
+        self._needed += nbytes * self._num_ranks
+        if self._needed > self._available:
+            raise HostMemoryError(
+                f"the experts need more than {format_bytes(self._needed)} of host memory, "
+                f"{format_bytes(self._available)} is available: free memory, or take a model of "
+                "fewer bits; where memory grows on demand, skip this check by "
+                f"{flag('options')} '{{\"check_host_memory\": false}}'"
+            )

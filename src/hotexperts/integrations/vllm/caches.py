@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks, warm_start
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes, format_bytes
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
-from hotexperts.integrations.vllm.budget import other_nbytes, total_nbytes
+from hotexperts.integrations.vllm.budget import HostBudget, other_nbytes, total_nbytes
 from hotexperts.integrations.vllm.compat import DIALECTS
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
@@ -23,7 +25,6 @@ from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
 from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
 
-ALL_TOKENS = 1 << 24  # more than any call has; times top-k it is still an int32
 log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
 
 
@@ -47,7 +48,18 @@ class ModelCaches:
         self._turn: Turn | None = None
         self._last: DeviceWeightProvider | None = None
         self._top_k = 0
-        self._num_valid_tokens: torch.Tensor | None = None
+        self._host: HostBudget | None = None
+        self._token_count: TokenCount | None = None
+
+    def created(self, layer: nn.Module) -> None:
+        """A layer has its experts in host memory, not loaded yet.
+
+        Raises:
+            HostMemoryError: all of them are more than the host holds.
+        """
+        if self.options.check_host_memory:
+            self._host = self._host or HostBudget(self.config.parallel_config.world_size)
+            self._host.add(sum(p.nbytes for p in layer.parameters(recurse=False)))
 
     def add(self, layer: nn.Module, method: Any) -> None:
         """Move a loaded layer's experts into a store and give it slots instead.
@@ -100,14 +112,53 @@ class ModelCaches:
 
     def expect_tokens(self, num_tokens: int) -> None:
         """Before each step: what a CUDA graph computes beyond so many tokens is padding."""
-        if self._num_valid_tokens is not None:
-            self._num_valid_tokens.fill_(num_tokens)
+        if self._token_count is not None:
+            self._token_count.expect(num_tokens)
 
     def reset(self) -> None:
         """Forget what warm-up asked for, and say what was built."""
         for layer in self.layers.values():
             layer.provider.reset()
         log.info("%s", self.describe())
+
+    def load_state(self, rank: int) -> None:
+        """Start warm, where a state is wanted and was saved.
+
+        Raises:
+            CheckpointError: the file is damaged.
+            ConfigError: it is of another model, policy or number of slots.
+        """
+        path = self._state_path(rank)
+        if path is None:
+            return
+        if path.exists():
+            warm_start.load(path, self._providers(), self._about())
+            log.info("expert cache: warm from %s", path)
+        else:
+            log.info("expert cache: no %s yet, starting empty", path)
+
+    def save_state(self, rank: int) -> str | None:
+        """Save what a restart may keep, where that is wanted; the file's name."""
+        path = self._state_path(rank)
+        if path is None or not self.layers:
+            return None
+        warm_start.save(path, self._providers(), self._about())
+        return str(path)
+
+    def _state_path(self, rank: int) -> Path | None:
+        if self.options.state is None:
+            return None
+        is_alone = self.config.parallel_config.world_size == 1
+        return Path(self.options.state if is_alone else f"{self.options.state}.rank{rank}")
+
+    def _providers(self) -> dict[str, StreamingProvider]:
+        return {name: layer.provider for name, layer in self.layers.items()}
+
+    def _about(self) -> dict[str, Any]:
+        provider = next(iter(self.layers.values())).provider
+        mode = "device" if isinstance(provider, DeviceWeightProvider) else "host"
+        policy, capacity = self.options.cache.policy, self._plan.capacity if self._plan else 0
+        return {"policy": policy, "mode": mode, "capacity": capacity}
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Each layer's counters by its name; waits for the device."""
@@ -119,12 +170,27 @@ class ModelCaches:
         slots = sum(provider.slot_nbytes for provider in providers)
         banks = sum(bank.nbytes for bank in self._banks.values())
         host = sum(provider.store.host_nbytes for provider in providers)
-        reason = self._plan.reason if self._plan else "no layers"
+        if self._plan is None:
+            return "expert cache: no MoE layers"
         return (
-            f"expert cache: {reason}; {len(providers)} layers, policy "
+            f"expert cache: {self._plan.reason}; {len(providers)} layers, policy "
             f"{self.options.cache.policy}; slots {format_bytes(slots)}, banks "
-            f"{format_bytes(banks)}, host {format_bytes(host)}"
+            f"{format_bytes(banks)}, host {format_bytes(host)}; {self._describe_waves()}"
         )
+
+    def _describe_waves(self) -> str:
+        """What the largest step, and a token, ask of a layer."""
+        store = next(iter(self._stores.values()))
+        num_tokens = self.config.scheduler_config.max_num_batched_tokens
+        capacity, num_experts = self._capacity(store), store.num_experts
+        absent = max(0, min(num_tokens * self._top_k, num_experts) - capacity)
+        num_waves = 1 + -(-absent // max(1, bank_rows(num_experts, capacity)))
+        found = f"at most {num_waves} waves in a step of {num_tokens} tokens"
+        if capacity < self._top_k:
+            found += (
+                f"; a token asks for {self._top_k} experts, more than the slots: it streams them"
+            )
+        return found
 
     def _provider(self, store: CPUBackingStore, device: torch.device) -> StreamingProvider:
         layout, num_experts = store.layout, store.num_experts
@@ -157,9 +223,8 @@ class ModelCaches:
         parallel = self.config.parallel_config
         if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
             return  # then a call's rows are not the step's tokens
-        if self._num_valid_tokens is None:
-            self._num_valid_tokens = torch.tensor([ALL_TOKENS], dtype=torch.int32, device=device)
-        provider.num_valid_tokens = self._num_valid_tokens
+        self._token_count = self._token_count or TokenCount(device)
+        provider.token_count = self._token_count
 
     def _capacity(self, store: CPUBackingStore) -> int:
         assert self._plan is not None, "made when the first layer came"

@@ -17,7 +17,8 @@ _HELP = {
     "policy": "which expert leaves (default: adv)",
     "options": "further options as JSON: prefill_tokens (default 64), from which on a call is a "
     "prefill, which evicts no expert; self_test (default: for quantised weights), whether each "
-    "layer is compared with itself uncached as it loads",
+    "layer is compared with itself uncached as it loads; state, a file to start warm from and to "
+    "save to; check_host_memory (default true), whether to refuse what the host cannot hold",
 }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from hotexperts.integrations.vllm import options
-from hotexperts.integrations.vllm.compat import DIALECTS, check_names
+from hotexperts.integrations.vllm.compat import DIALECTS, check_loaded_names
 from hotexperts.integrations.vllm.options import flag
 
+log = logging.getLogger("vllm.hotexperts")
 # Caches of this process's models, a draft model's among them; each lives as long as its model.
 _models: list[weakref.ref[Any]] = []
 
@@ -30,7 +32,7 @@ def patch_layers(module: Any) -> None:
         if wanted is None:
             return method
         if not is_checked:
-            check_names(module)
+            check_loaded_names()
             is_checked = True
         return _cached(method, caches_of(config, wanted))
 
@@ -46,6 +48,7 @@ def _cached(method: Any, caches: Any) -> Any:
     def create_weights(*args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             create(*args, **kwargs)
+        caches.created(kwargs["layer"] if "layer" in kwargs else args[0])
 
     def process_weights_after_loading(layer: Any) -> None:
         process(layer)
@@ -82,6 +85,8 @@ def patch_workers(module: Any) -> None:
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in _alive():
             caches.reset()
+            if caches.config is self.vllm_config:
+                caches.load_state(self.global_rank)
         return result
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,11 +102,28 @@ def patch_workers(module: Any) -> None:
         """Counters of this worker's models: each layer's by its name."""
         return [caches.stats() for caches in _alive()]
 
+    def save_expert_cache_state(self: Any) -> list[str]:
+        """Save what a restart may keep, where `state` names a file; the files' names."""
+        config = getattr(self, "vllm_config", None)  # missing where a start failed
+        ours = [caches for caches in _alive() if caches.config is config]
+        saved = [caches.save_state(self.global_rank) for caches in ours]
+        return [name for name in saved if name is not None]
+
+    def shutdown(self: Any) -> None:
+        try:
+            save_expert_cache_state(self)
+        except Exception:  # the next start is a cold one; this end goes on
+            log.exception("expert cache: the state could not be saved")
+        stop(self)
+
     wrapper: Any = module.WorkerWrapperBase
+    stop = wrapper.shutdown
     original = wrapper.execute_model
     wrapper.execute_model = functools.wraps(original)(execute_model)
     wrapper.compile_or_warm_up_model = compile_or_warm_up_model
     wrapper.expert_cache_stats = expert_cache_stats
+    wrapper.save_expert_cache_state = save_expert_cache_state
+    wrapper.shutdown = functools.wraps(stop)(shutdown)
 
 
 def current_config() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotexperts.config import DEFAULT_POLICY, Bytes, CacheConfig, CacheSize, parse_cache_size
@@ -13,7 +14,7 @@ from hotexperts.policy import POLICIES
 
 KEY = "hotexperts"  # in additional_config
 NAMES = ("size", "gib", "policy", "options")
-MORE_OPTIONS = ("prefill_tokens", "self_test")
+MORE_OPTIONS = ("prefill_tokens", "self_test", "state", "check_host_memory")
 DEFAULT_PREFILL_TOKENS = 64
 
 
@@ -26,11 +27,16 @@ class ExpertCacheOptions:
         prefill_tokens: calls of more tokens are prefills: they evict nobody.
         self_test: whether each layer is run over all experts and over its cache as it loads; None:
             where its weights are quantised.
+        state: a file to start warm from, if it is there, and to save to at the end; each rank of
+            several has its own, with `.rankN` at the end.
+        check_host_memory: refuse before loading what the host's memory does not hold.
     """
 
     cache: CacheConfig
     prefill_tokens: int = DEFAULT_PREFILL_TOKENS
     self_test: bool | None = None
+    state: str | None = None
+    check_host_memory: bool = True
 
 
 def flag(name: str) -> str:
@@ -71,16 +77,35 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
         raise ConfigError(
             f"{flag('options')}: prefill_tokens is {prefill_tokens!r}: give at least 1 token"
         )
-    self_test = more.get("self_test")
-    if self_test not in (None, True, False):
-        raise ConfigError(f"{flag('options')}: self_test is {self_test!r}: give true or false")
+    self_test = _parse_bool(more, "self_test")
+    check_host_memory = _parse_bool(more, "check_host_memory")
+    state = _parse_state(more.get("state"))
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
         cache = CacheConfig(_parse_size(given), policy, "ram")
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
-    return ExpertCacheOptions(cache, prefill_tokens, self_test)
+    return ExpertCacheOptions(
+        cache, prefill_tokens, self_test, state, check_host_memory is not False
+    )
+
+
+def _parse_bool(given: Mapping[str, Any], name: str) -> bool | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{flag('options')}: {name} is {value!r}: give true or false")
+    return value
+
+
+def _parse_state(given: Any) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given or Path(given).is_dir():
+        raise ConfigError(f"{flag('options')}: state is {given!r}: give the name of a file")
+    if not Path(given).absolute().parent.is_dir():
+        raise ConfigError(f"{flag('options')}: state is {given!r}, in a folder that is not there")
+    return given
 
 
 def _parse_size(given: Mapping[str, Any]) -> CacheSize:

@@ -6,9 +6,12 @@ Float fields hold float32 bits: scores are never negative, so their bits order a
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from hotexperts.errors import CheckpointError
 
 NOWHERE = -1
 NUM_SCALARS = 16
@@ -131,6 +134,22 @@ class PlanLayout:
         At once: an interrupt in the middle would leave experts in slots that do not hold them.
         """
         state.copy_(self.fresh(state.device))
+
+    def restored(self, words: Sequence[int]) -> torch.Tensor:
+        """A state that begins as `words`, another one's up to `scratch`, between two launches.
+
+        Raises:
+            CheckpointError: too few or too many, or no int32.
+        """
+        if len(words) != self.scratch or not all(
+            isinstance(word, int) and -(2**31) <= word < 2**31 for word in words
+        ):
+            raise CheckpointError(f"{len(words)} words of state, not {self.scratch} of 32 bits")
+        state = self.fresh(torch.device("cpu"))
+        state[: self.scratch] = torch.tensor(words, dtype=torch.int32)
+        state[Scalar.ARRIVED] = state[Scalar.WHOLE] = 0
+        self.view(state, "passed").fill_(NOWHERE)
+        return state
 
     def view(self, state: torch.Tensor, name: str) -> torch.Tensor:
         """A field of the state: "slot_of", "expert_of", "passed" or one of the policy's."""

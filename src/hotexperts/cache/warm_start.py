@@ -1,0 +1,110 @@
+"""What a restart may keep: who was in which slot, and what the policy knew; never any weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.errors import CheckpointError, ConfigError
+
+FORMAT = 1
+
+
+def save(
+    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
+) -> None:
+    """Write the state of all layers to a file, whole or not at all; waits for the device.
+
+    Args:
+        path: replaced if it exists.
+        providers: by the layers' names.
+        about: what the state depends on, as JSON: policy, mode, capacity.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    layers = {
+        name: {"shape": _shape(provider), "state": provider.state()}
+        for name, provider in providers.items()
+    }
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(json.dumps({"format": FORMAT, **about, "layers": layers}))
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
+
+
+def load(
+    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
+) -> None:
+    """Restore what `save` wrote: every layer or none.
+
+    Args:
+        path: the file.
+        providers: by the layers' names.
+        about: must be what it was.
+
+    Raises:
+        CheckpointError: the file is no such file, or is damaged.
+        ConfigError: it is of another model, policy, mode or capacity.
+    """
+    content = _read(Path(path))
+    for name, value in about.items():
+        if content.get(name) != value:
+            raise ConfigError(
+                f"{path} was saved with {name} {content.get(name)}, and this cache has {value}: "
+                "use the same, or another file"
+            )
+    layers = content["layers"]
+    if list(layers) != list(providers):
+        raise ConfigError(
+            f"{path} is of a model with {len(layers)} layers, the first of them "
+            f"{next(iter(layers), 'none')}, and this one has {len(providers)}, the first "
+            f"{next(iter(providers), 'none')}: use another file"
+        )
+    for name, provider in providers.items():
+        if layers[name].get("shape") != _shape(provider):
+            raise ConfigError(
+                f"{path} is of a model whose {name} has {layers[name].get('shape')}, and here it "
+                f"is {_shape(provider)}: use another file"
+            )
+    try:
+        for name, provider in providers.items():
+            provider.restore(layers[name]["state"])
+    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
+        for provider in providers.values():
+            provider.reset()
+        raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} holds no state of a cache: {error}") from error
+    is_ours = isinstance(content, dict) and isinstance(content.get("layers"), dict)
+    if not is_ours or not all(isinstance(v, dict) for v in content["layers"].values()):
+        raise CheckpointError(f"{path} holds no state of a cache")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')}, and this version reads {FORMAT}"
+        )
+    return content
+
+
+def _shape(provider: StreamingProvider) -> str:
+    store = provider.store
+    tensors = ", ".join(
+        f"{spec.name} {'x'.join(map(str, spec.shape))} {str(spec.dtype).removeprefix('torch.')}"
+        for spec in store.layout.specs
+    )
+    return f"{store.num_experts} experts of {tensors}"
