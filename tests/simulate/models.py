@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -21,6 +21,31 @@ def lettered(*sequences: str, num_experts: int = 8) -> Trace:
     phase = np.array([int(word.isupper()) for _, word in words])
     seq = np.array([at for at, _ in words])
     return Trace(ids, phase, seq, {"n_experts": num_experts})
+
+
+def layered(*sequences: str, num_experts: int = 8) -> Trace:
+    """The same with a part a layer: `layered("A/B C/DE")` has two layers, "-" asks for nothing."""
+    words = [(at, word) for at, text in enumerate(sequences) for word in text.split()]
+    parts = [word.replace("-", "").upper().split("/") for _, word in words]
+    widest = max(len(part) for token in parts for part in token)
+    ids = np.full((len(words), len(parts[0]), widest), -1)
+    for row, token in enumerate(parts):
+        for layer, part in enumerate(token):
+            ids[row, layer, : len(part)] = [ord(letter) - ord("A") for letter in part]
+    phase = np.array([int(word.isupper()) for _, word in words])
+    seq = np.array([at for at, _ in words])
+    return Trace(ids, phase, seq, {"n_experts": num_experts})
+
+
+def pool_calls(trace: Trace) -> Calls:
+    """All layers' calls at batch 1 in order, expert e of layer l as `l * num_experts + e`."""
+    rows = [token for sequence in trace.sequences() for token in sequence]
+    return [
+        ([layer * trace.num_experts + int(e) for e in ids if e >= 0], bool(trace.phase[row]))
+        for row in rows
+        for layer, ids in enumerate(trace.ids[row])
+        if ids.max() >= 0
+    ]
 
 
 def token_calls(trace: Trace, layer: int) -> Calls:
@@ -80,6 +105,59 @@ def most_hits(calls: Calls, capacity: int) -> int:
                 after[kept] = max(after.get(kept, 0), found)
         best = after
     return max(best.values())
+
+
+def most_atomic_hits(calls: Calls, capacity: int, *, forced: bool = False) -> int:
+    """The best where demanded residents stay and, if forced, as many misses enter as fit."""
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for experts, _ in calls:
+        after: dict[frozenset[int], int] = {}
+        for cache, hits in best.items():
+            held = cache & set(experts)
+            missed = set(experts) - held
+            for kept in _subsets((cache | missed) - held, capacity - len(held)):
+                entered = len(kept & missed)
+                if forced and entered < min(len(missed), capacity - len(held)):
+                    continue
+                found = hits + len(held)
+                after[kept | held] = max(after.get(kept | held, 0), found)
+        best = after
+    return max(best.values())
+
+
+def soonest_hits(calls: Calls, capacity: int) -> int:
+    """Event-atomic and greedy by the next use alone, ties by id: no bound (see `bounds`)."""
+    hits = 0
+    cache: set[int] = set()
+    for at, (experts, counts) in enumerate(calls):
+        next_use = {}
+        for later in range(len(calls) - 1, at, -1):
+            next_use.update(dict.fromkeys(calls[later][0], later))
+        held = cache & set(experts)
+        hits += counts * len(held)
+        others = (cache | set(experts)) - held
+        ranked = sorted(others, key=lambda e, when=next_use: (when.get(e, len(calls)), e))
+        cache = held | set(ranked[: capacity - len(held)])
+    return hits
+
+
+def scored_hits(
+    calls: Calls, capacity: int, weaker_first: Callable[[int, list[list[int]]], object]
+) -> int:
+    """A cache that evicts by `weaker_first(expert, calls up to this one)`, ties by id."""
+    hits = 0
+    cache: set[int] = set()
+    for at, (experts, counts) in enumerate(calls):
+        past = [sorted(before) for before, _ in calls[: at + 1]]
+        hits += counts * len(cache & set(experts))
+        leaving = sorted(cache - set(experts), key=lambda e, p=past: (weaker_first(e, p), e))
+        for expert in sorted(set(experts) - cache):
+            if len(cache) == capacity:
+                if not leaving:
+                    break
+                cache.remove(leaving.pop(0))
+            cache.add(expert)
+    return hits
 
 
 def _subsets(experts: Sequence[int] | frozenset[int], most: int) -> list[frozenset[int]]:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hotexperts.cli import console, options, report
+from hotexperts.cli import console, lists, options, report
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
+    from hotexperts.simulate.rules import Pool, Rules, Sequences, Ties
     from hotexperts.simulate.schedule import Prefill
     from hotexperts.simulate.sweep import Sweep
 
+_BOUNDS = ("belady", "belady-atomic", "belady-forced", "infinite")
 _POLICIES = ("lru", DEFAULT_POLICY, "belady")
+_POOLED = ("lru", "ewma", "llru", "belady")  # by default, where DEFAULT_POLICY is no choice
+_TIES = ("id", "listed")
+_POOLS = ("layer", "global", "split")
+_SEQUENCES = ("warm", "cold")
 _PREFILLS = ("warm", "seed", "ignore")
 _PLOTS = (".png", ".svg", ".pdf")
 _STDOUT = "-"
-_LISTS = "Separate several by commas, or repeat the option."
+_PROMPTS = "trace"  # of --preload
 
 
 def simulate(
@@ -35,7 +40,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAMES",
-            help=f"{', '.join(POLICIES.names())}, 'module:Class', or belady, the bound. {_LISTS}",
+            help=f"{', '.join(POLICIES.names())}, 'module:Class', or one of the bounds "
+            f"{', '.join(_BOUNDS)}; with --pool global lru, ewma, llru or a bound. {lists.HELP}",
             show_default=",".join(_POLICIES),
         ),
     ] = None,
@@ -43,7 +49,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="LIST",
-            help=f"Slots a layer, such as 16,32. {_LISTS}",
+            help=f"Slots a layer, such as 16,32; on average, where layers share. {lists.HELP}",
             show_default="an eighth, a quarter and half of the experts",
         ),
     ] = None,
@@ -51,7 +57,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="LIST",
-            help=f"Sequences decoded together, such as 1,8. {_LISTS}",
+            help=f"Sequences decoded together, such as 1,8. {lists.HELP}",
             show_default="1",
         ),
     ] = None,
@@ -61,6 +67,41 @@ def simulate(
             metavar="|".join(_PREFILLS),
             help="Play prompts token by token (warm), at once into free slots (seed), or not at "
             "all (ignore); only decode is counted.",
+        ),
+    ] = "warm",
+    ties: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_TIES),
+            help="Of equal scores the lower id leaves first (id), or the one that the router "
+            "listed later (listed).",
+        ),
+    ] = "id",
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_POOLS),
+            help="Slots for each layer alone (layer), for all layers together (global), or more "
+            "for the layers that gain more in the first half of the trace (split).",
+        ),
+    ] = "layer",
+    pool_floor: Annotated[
+        int, typer.Option(metavar="N", help="Slots that a layer keeps in a global pool.")
+    ] = 0,
+    preload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="trace|FILE",
+            help="Begin with the experts used most in the trace's prompts (trace), or in all of "
+            "another trace.",
+            show_default="empty slots",
+        ),
+    ] = None,
+    sequences: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_SEQUENCES),
+            help="Keep the caches when a sequence ends (warm), or empty them (cold).",
         ),
     ] = "warm",
     link_gb_s: Annotated[
@@ -102,15 +143,20 @@ def simulate(
     """
     with console.errors_as_one_line(debug):
         _check_outputs(json_file, plot)
-        policies = _split("--policy", policy, _POLICIES)
-        sizes = _numbers("--cache-size", cache_size, ())
-        batches = _numbers("--batch", batch, (1,))
+        lists.check_choice("--prefill", prefill, _PREFILLS)
+        lists.check_choice("--ties", ties, _TIES)
+        lists.check_choice("--pool", pool, _POOLS)
+        lists.check_choice("--sequences", sequences, _SEQUENCES)
+        policies = lists.split("--policy", policy, _POOLED if pool == "global" else _POLICIES)
+        sizes = lists.numbers("--cache-size", cache_size, ())
+        batches = lists.numbers("--batch", batch, (1,))
 
         from hotexperts.simulate.cost import Cost
         from hotexperts.simulate.sweep import count_steps, expert_sizes, run_sweep, sweep_rows
 
         cost = Cost(link_gb_s, compute_ms)
-        sweep = _sweep(traces, policies, sizes, batches, prefill)
+        rules = _rules(ties, pool, pool_floor, sequences, preload)
+        sweep = _sweep(traces, policies, sizes, batches, prefill, rules)
         steps, nbytes = count_steps(sweep), expert_sizes(sweep.traces, expert_mb)
         with console.counting("replaying", len(sweep.all_cells())) as on_done:
             counts = run_sweep(sweep, jobs, on_done)
@@ -135,47 +181,43 @@ def _check_outputs(json_file: str | None, plot: str | None) -> None:
         import matplotlib  # noqa: F401  # absent, it is named here rather than after the replays
 
 
-def _split(option: str, values: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """The values of an option that takes commas and may be repeated, each once."""
-    if not values:
-        return list(default)
-    found = [part.strip() for value in values for part in value.split(",") if part.strip()]
-    if not found:
-        raise ConfigError(
-            f"{option} is empty: list {','.join(default) or '16,32'}, or leave it out"
-        )
-    return list(dict.fromkeys(found))
+def _rules(ties: str, pool: str, pool_floor: int, sequences: str, preload: str | None) -> Rules:
+    """The options' values, which were checked; a preload from a file is read."""
+    from hotexperts.simulate import Rules, read_trace
 
-
-def _numbers(option: str, values: Sequence[str] | None, default: Sequence[int]) -> list[int]:
-    found = _split(option, values, [str(number) for number in default])
-    for text in found if values else ():
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise ConfigError(f"{option} {text!r:.60}: give whole numbers, such as 8,16")
-    return list(dict.fromkeys(int(text) for text in found))
+    heat: Any = preload
+    if preload is not None and preload != _PROMPTS:
+        _check_name(preload, "--preload ")
+        heat = read_trace(preload)
+    return Rules(
+        cast("Ties", ties), cast("Pool", pool), pool_floor, cast("Sequences", sequences), heat
+    )
 
 
 def _sweep(
-    names: list[str], policies: list[str], sizes: list[int], batches: list[int], prefill: str
+    names: list[str],
+    policies: list[str],
+    sizes: list[int],
+    batches: list[int],
+    prefill: str,
+    rules: Rules,
 ) -> Sweep:
     from hotexperts.simulate import read_trace
     from hotexperts.simulate.sweep import Sweep
 
-    if prefill not in _PREFILLS:
-        raise ConfigError(f"--prefill {prefill!r}: give one of {', '.join(_PREFILLS)}")
     for name in names:
         _check_name(name)
     traces = {name: read_trace(name) for name in names}
-    return Sweep(traces, policies, sizes, batches, cast("Prefill", prefill))
+    return Sweep(traces, policies, sizes, batches, cast("Prefill", prefill), rules)
 
 
-def _check_name(name: str) -> None:
-    options.check_text(name, "the name of a trace")
+def _check_name(name: str, option: str = "") -> None:
+    options.check_text(name, f"{option}the name of a trace")
     if Path(name).is_file():
         return
-    if name.isdecimal() or name in (*POLICIES.names(), "belady"):
+    if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, "llru")):
         raise ConfigError(f"{name} is no trace: separate values by commas: --policy lru,adv")
-    raise ConfigError(f"{name}: no such file: give a trace in .npz, .jsonl or .csv")
+    raise ConfigError(f"{option}{name}: no such file: give a trace in .npz, .jsonl or .csv")
 
 
 def _draw(sweep: Sweep, counts: Any, path: Path) -> None:

@@ -1,18 +1,21 @@
-"""A trace played through a policy, layer by layer, without a model.
+"""A trace played through a policy, without a model.
 
 One event is one layer call with its distinct experts: hits are judged when it starts, and no
-demanded expert leaves in it. Ties break by expert id, as everywhere (`hotexperts.policy.base`).
+demanded expert leaves in it. Ties break by expert id, as everywhere (`hotexperts.policy.base`),
+unless the rules say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hotexperts.errors import ConfigError
-from hotexperts.policy import POLICIES, Policy
+from hotexperts.policy import Policy
 from hotexperts.residency import Residency
-from hotexperts.simulate.schedule import LayerCall, Prefill, layer_calls, schedule
+from hotexperts.simulate.players import player
+from hotexperts.simulate.rules import ENGINE, Rules
+from hotexperts.simulate.schedule import LayerCall, Prefill
+from hotexperts.simulate.streams import streams
 from hotexperts.simulate.trace import Trace
 from hotexperts.stats import CacheStats, total
 
@@ -22,7 +25,7 @@ class Outcome:
     """What a replay counted, over decode only.
 
     Attributes:
-        layers: demands, hits and misses of each layer.
+        layers: demands, hits and misses of each layer, whatever slots it shares with others.
     """
 
     layers: tuple[CacheStats, ...]
@@ -34,46 +37,36 @@ class Outcome:
 
 
 def replay(
-    trace: Trace, policy: str, capacity: int, batch: int = 1, prefill: Prefill = "warm"
+    trace: Trace,
+    policy: str,
+    capacity: int,
+    batch: int = 1,
+    prefill: Prefill = "warm",
+    rules: Rules = ENGINE,
 ) -> Outcome:
     """Play a trace from a cold start.
 
     Args:
         trace: the recorded routing.
-        policy: a registered name, or "module:Class".
-        capacity: slots of each layer, 1 to its number of experts.
+        policy: a registered name, or "module:Class"; in a global pool one of `POOLED`.
+        capacity: slots of each layer, 1 to its number of experts; the mean where layers share.
         batch: see `schedule`.
         prefill: see `schedule`.
+        rules: see `Rules`.
 
     Raises:
-        ConfigError: an argument out of range or an unknown policy.
+        ConfigError: an argument out of range, an unknown policy, or one that cannot follow the
+            rules.
     """
-    check_capacity(trace, capacity)
-    chosen = POLICIES.load(policy)
-    steps = schedule(trace, batch, prefill)
-    return Outcome(
-        tuple(
-            _replay_layer(layer_calls(trace, steps, layer), chosen(trace.num_experts, capacity))
-            for layer in range(trace.num_layers)
-        )
-    )
+    create = player(policy, trace.num_layers, rules)
+    layers = [CacheStats() for _ in range(trace.num_layers)]
+    for stream in streams(trace, capacity, batch, prefill, rules):
+        for calls in stream.runs:
+            _play(calls, create(stream.num_experts, stream.num_slots), layers)
+    return Outcome(tuple(layers))
 
 
-def check_capacity(trace: Trace, capacity: int) -> None:
-    """Refuse slots that no layer of the trace can have.
-
-    Raises:
-        ConfigError: below 1, or more than the layer has experts.
-    """
-    if not 1 <= capacity <= trace.num_experts:
-        raise ConfigError(
-            f"capacity {capacity}: a layer of the trace has {trace.num_experts} experts: "
-            f"give 1 to {trace.num_experts}"
-        )
-
-
-def _replay_layer(calls: Iterable[LayerCall], policy: Policy) -> CacheStats:
-    stats = CacheStats()
+def _play(calls: Iterable[LayerCall], policy: Policy, layers: Sequence[CacheStats]) -> None:
     ledger = Residency(policy.num_experts, policy.capacity)
     for call in calls:
         found = policy.decide(
@@ -81,10 +74,10 @@ def _replay_layer(calls: Iterable[LayerCall], policy: Policy) -> CacheStats:
         )
         ledger.apply(found)
         if call.counted:
+            stats = layers[call.layer]
             num_missed = len(found.admitted) + len(found.bypassed)
             stats.calls += 1
             stats.hits += len(call.demand) - num_missed
             stats.misses += num_missed
             stats.bypasses += len(found.bypassed)
             stats.evictions += len(found.victims)
-    return stats

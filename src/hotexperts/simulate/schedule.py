@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
 from hotexperts.errors import ConfigError
+from hotexperts.simulate.rules import Ties
 from hotexperts.simulate.trace import DECODE, NOT_RECORDED, PREFILL, Trace
 
 Prefill = Literal["warm", "seed", "ignore"]
@@ -32,12 +34,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer is asked for in one step; see `Step` and `hotexperts.types.Event`."""
+    """What one layer is asked for in one step; see `Step` and `hotexperts.types.Event`.
+
+    Attributes:
+        demand: distinct experts; in ascending id or as first listed, lane after lane.
+        counts: tokens routed to each of them, same order.
+        counted: see `Step`.
+        evict: see `Step`.
+        layer: whose call it is.
+    """
 
     demand: list[int]
     counts: list[int]
     counted: bool
     evict: bool
+    layer: int = 0
 
 
 def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
@@ -68,13 +79,48 @@ def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
         steps.append(Step(tokens, counted=True, evict=True))
 
 
-def layer_calls(trace: Trace, steps: list[Step], layer: int) -> Iterator[LayerCall]:
-    """One layer's calls in order; a step of which it has no record calls it not at all."""
+def layer_calls(
+    trace: Trace, steps: list[Step], *layers: int, ties: Ties = "id"
+) -> Iterator[LayerCall]:
+    """Calls in order, step by step and layer by layer.
+
+    A step of which a layer has no record calls it not at all.
+
+    Args:
+        trace: the recorded routing.
+        steps: from `schedule`.
+        layers: whose calls, ascending.
+        ties: "listed" keeps the router's order in the demand.
+    """
     for step in steps:
-        ids = trace.ids[step.tokens, layer]
-        demand, counts = np.unique(ids[ids != NOT_RECORDED], return_counts=True)
-        if len(demand):
-            yield LayerCall(demand.tolist(), counts.tolist(), step.counted, step.evict)
+        for layer in layers:
+            ids = trace.ids[step.tokens, layer]
+            demand, first, counts = np.unique(
+                ids[ids != NOT_RECORDED], return_index=True, return_counts=True
+            )
+            if ties == "listed":
+                order = np.argsort(first)
+                demand, counts = demand[order], counts[order]
+            if len(demand):
+                yield LayerCall(demand.tolist(), counts.tolist(), step.counted, step.evict, layer)
+
+
+def cut_at_ends(trace: Trace, steps: list[Step]) -> list[list[Step]]:
+    """The steps between the ends of sequences; a step that ends several is cut after once.
+
+    A sequence ends with the last step that plays one of its tokens.
+
+    Args:
+        trace: the recorded routing.
+        steps: from `schedule`.
+
+    Returns:
+        Runs of steps, none empty, which follow one another as the steps do.
+    """
+    seq = trace.seq.tolist()
+    last_step = {seq[token]: at for at, step in enumerate(steps) for token in step.tokens}
+    cuts = [0, *sorted({at + 1 for at in last_step.values()})]
+    return [steps[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _check(trace: Trace, batch: int, prefill: Prefill) -> None:

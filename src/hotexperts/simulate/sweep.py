@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotexperts.errors import ConfigError, HotExpertsError
-from hotexperts.policy import POLICIES
-from hotexperts.simulate.bounds import belady
+from hotexperts.simulate.bounds import BOUNDS, bound
 from hotexperts.simulate.cost import Cost, expert_nbytes
-from hotexperts.simulate.replay import check_capacity, replay
+from hotexperts.simulate.players import player
+from hotexperts.simulate.replay import replay
+from hotexperts.simulate.rules import ENGINE, Rules
 from hotexperts.simulate.schedule import Prefill, schedule
+from hotexperts.simulate.streams import check_capacity, preload_uses
 from hotexperts.simulate.trace import Trace, TraceError
 from hotexperts.stats import CacheStats
 
 BELADY, LRU = "belady", "lru"
 FRAME = (LRU, BELADY)  # always counted: a gap is closed between the two
-
-_held: Mapping[str, Trace] = {}  # the traces of a worker process
 
 
 class Cell(NamedTuple):
@@ -42,10 +42,11 @@ class Sweep:
 
     Attributes:
         traces: by name.
-        policies: as `replay` takes them, or "belady".
+        policies: as `replay` takes them, or one of `BOUNDS`.
         capacities: slots a layer; none takes an eighth, a quarter and half of a trace's experts.
         batches: lanes.
         prefill: see `replay`.
+        rules: see `replay`.
     """
 
     traces: Mapping[str, Trace]
@@ -53,6 +54,7 @@ class Sweep:
     capacities: Sequence[int] = ()
     batches: Sequence[int] = (1,)
     prefill: Prefill = "warm"
+    rules: Rules = ENGINE
 
     def capacities_of(self, name: str) -> Sequence[int]:
         """The sizes for one trace."""
@@ -72,20 +74,25 @@ class Sweep:
         return list(self.cells(tuple(dict.fromkeys([*FRAME, *self.policies]))))
 
 
+_held: Sweep | None = None  # a worker process's
+
+
 def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
     """Decode steps by trace and batch; refuses what `run_sweep` could not replay.
 
     Raises:
-        ConfigError: an unknown policy, or slots or lanes that a trace cannot have.
+        ConfigError: an unknown policy or one against the rules, or slots, lanes or a preload that
+            a trace cannot have.
     """
     for policy in sweep.policies:
-        if policy != BELADY:
-            POLICIES.load(policy)
+        if policy not in BOUNDS:
+            player(policy, 1, sweep.rules)
     found = {}
     for name, trace in sweep.traces.items():
         try:
             for capacity in sweep.capacities_of(name):
-                check_capacity(trace, capacity)
+                check_capacity(trace, capacity, sweep.rules)
+            preload_uses(trace, sweep.rules)
             for batch in sweep.batches:
                 steps = schedule(trace, batch, sweep.prefill)
                 found[name, batch] = sum(step.counted for step in steps)
@@ -110,7 +117,7 @@ def run_sweep(sweep: Sweep, jobs: int = 1, on_done: Callable[[], None] = lambda:
         return _in_processes(sweep, cells, min(jobs, len(cells)), on_done)
     counts = {}
     for cell in cells:
-        counts[cell] = _count(sweep.traces[cell.trace], cell, sweep.prefill)
+        counts[cell] = _count(sweep.traces[cell.trace], cell, sweep.prefill, sweep.rules)
         on_done()
     return counts
 
@@ -177,19 +184,19 @@ def expert_sizes(
     return sizes
 
 
-def _count(trace: Trace, cell: Cell, prefill: Prefill) -> CacheStats:
-    if cell.policy == BELADY:
-        return belady(trace, cell.capacity, cell.batch, prefill).total
-    return replay(trace, cell.policy, cell.capacity, cell.batch, prefill).total
+def _count(trace: Trace, cell: Cell, prefill: Prefill, rules: Rules) -> CacheStats:
+    if cell.policy in BOUNDS:
+        return bound(cell.policy, trace, cell.capacity, cell.batch, prefill, rules).total
+    return replay(trace, cell.policy, cell.capacity, cell.batch, prefill, rules).total
 
 
 def _in_processes(
     sweep: Sweep, cells: list[Cell], jobs: int, on_done: Callable[[], None]
 ) -> Counts:
     context = multiprocessing.get_context("spawn")  # fork is unsafe beside a progress bar's thread
-    pool = ProcessPoolExecutor(jobs, context, initializer=_hold, initargs=(dict(sweep.traces),))
+    pool = ProcessPoolExecutor(jobs, context, initializer=_hold, initargs=(sweep,))
     try:
-        futures = {pool.submit(_count_held, cell, sweep.prefill): cell for cell in cells}
+        futures = {pool.submit(_count_held, cell): cell for cell in cells}
         for future in as_completed(futures):
             future.result()
             on_done()
@@ -202,10 +209,11 @@ def _in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _hold(traces: Mapping[str, Trace]) -> None:
+def _hold(sweep: Sweep) -> None:
     global _held
-    _held = traces
+    _held = sweep
 
 
-def _count_held(cell: Cell, prefill: Prefill) -> CacheStats:
-    return _count(_held[cell.trace], cell, prefill)
+def _count_held(cell: Cell) -> CacheStats:
+    assert _held is not None
+    return _count(_held.traces[cell.trace], cell, _held.prefill, _held.rules)
