@@ -44,11 +44,18 @@ def main() -> None:
     }
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
+    readme.write_text(filled(text, contents))
+    policies = ROOT / "docs/policies.md"
+    policies.write_text(filled(policies.read_text(), {"policies": policy_tables()}))
+
+
+def filled(text: str, contents: dict[str, str]) -> str:
+    """The text with these blocks' contents."""
     for name, content in contents.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text, found = re.subn(pattern, rf"\1{escape(content)}\n\2", text, flags=re.DOTALL)
         assert found == 1, name
-    readme.write_text(text)
+    return text
 
 
 def escape(content: str) -> str:
@@ -177,6 +184,27 @@ def vllm_table() -> str:
         cells = [vllm_cell(runs.get(f"{way}, {column}")) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def policy_tables() -> str:
+    """A table a trace, policies by their mean, bounds last; the best of each column in bold."""
+    results = json.loads((ROOT / "bench/results/policies.json").read_text())
+    tables = []
+    for trace, columns in results["hit_rates"].items():
+        bounds = ("belady-atomic", "belady")
+        names = [name for name in next(iter(columns.values())) if name not in bounds]
+        names.sort(key=lambda name: -sum(column[name] for column in columns.values()))
+        lines = [f"| {trace} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+        best = {title: max(column[n] for n in names) for title, column in columns.items()}
+        for name in (*names, *bounds):
+            cells = []
+            for title, column in columns.items():
+                shown = f"{100 * column[name]:.1f}"
+                is_best = name in names and shown == f"{100 * best[title]:.1f}"
+                cells.append(f"**{shown}**" if is_best else shown)
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def vllm_cell(run: dict[str, Any] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +37,17 @@ def test_counters_are_read_by_rank_and_strange_files_are_left_alone(folder: Path
     assert files.total(found[1]) == {"hits": 11, "misses": 2}
 
 
+class Caches(SimpleNamespace):
+    """A stand-in that, other than its base, can be referred to weakly."""
+
+
 def test_a_publisher_writes_once_a_second_and_logs_what_is_new(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     stats = CacheStats(calls=1, hits=3, misses=1)
-    caches: Any = SimpleNamespace(
+    caches: Any = Caches(
         config=SimpleNamespace(instance_id="z"), layers={}, stats=lambda: {"a": stats.as_dict()}
     )
     publisher = metrics.Publisher(caches, 0)
@@ -61,3 +66,14 @@ def test_a_publisher_writes_once_a_second_and_logs_what_is_new(
     assert "100.0 % hits of 6" in caplog.records[1].getMessage()
     publisher.close()
     assert files.read_counters("z") == {}
+
+
+def test_the_file_goes_with_its_caches(folder: Path) -> None:
+    caches: Any = Caches(config=SimpleNamespace(instance_id="y"), layers={}, stats=dict)
+    caches.publisher = None
+    (publisher,) = metrics.publishers_of([caches], 0)
+    publisher._publish({})
+    assert list(folder.iterdir())
+    del publisher, caches
+    gc.collect()
+    assert not list(folder.iterdir())

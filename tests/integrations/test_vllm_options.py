@@ -123,7 +123,6 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),
         ({"size": 4, "options": {"state": 3}}, "state is 3: give the name of a file"),
         ({"size": 4, "options": {"state": "/"}}, "state is '/': give the name of a file"),
-        ({"size": 4, "options": {"state": "/no/state"}}, "in a folder that is not there"),
         ({"size": 4, "options": {"prefill_tokens": 0}}, "prefill_tokens is 0: give at least 1"),
         ({"slots": 4}, r"\['slots'\]: use size, gib, policy, options"),
     ],
@@ -206,7 +205,7 @@ def test_experts_beyond_the_host_are_refused_before_they_load(
     need = budget.HostBudget(num_ranks=2)
     need.add(20)
     need.add(30)
-    with pytest.raises(HostMemoryError, match=r"more than 102 bytes.*check_host_memory.: false"):
+    with pytest.raises(HostMemoryError, match=r"more than 102 B.*check_host_memory.: false"):
         need.add(1)
 
 
@@ -242,3 +241,26 @@ def test_what_is_not_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     other = budget.other_nbytes(config, gpu, layer, experts_nbytes=2 << 30)
     expected = (3 << 30) + (1 << 20) + rows + tokens + logits + budget.CONTEXT_NBYTES
     assert other == expected
+
+
+def test_each_rank_of_each_replica_has_its_own_state() -> None:
+    from hotexperts.integrations.vllm.state_file import state_path
+
+    parallel = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, world_size=1)
+    assert state_path(None, parallel, 0) is None
+    assert state_path("/tmp/s", parallel, 0) == Path("/tmp/s")
+    parallel.world_size = 2
+    assert state_path("/tmp/s", parallel, 1) == Path("/tmp/s.rank1")
+    parallel.data_parallel_size, parallel.data_parallel_rank = 2, 1
+    assert state_path("/tmp/s", parallel, 0) == Path("/tmp/s.dp1.rank0")
+
+
+def test_a_state_that_cannot_be_saved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "check_version", lambda: None)
+    wanted = options.parse({"size": 4, "options": {"state": "/no/folder/state"}})
+    with pytest.raises(ConfigError, match="/no/folder/state', in a folder that is not there"):
+        refusals.check_engine(engine_config(), wanted)
+    wanted = options.parse({"size": 4, "options": {"state": "/tmp/state"}})
+    config = engine_config(parallel_config={"distributed_executor_backend": "ray"})
+    with pytest.raises(UnsupportedOperationError, match="does not work with Ray"):
+        refusals.check_engine(config, wanted)

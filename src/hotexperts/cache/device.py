@@ -204,8 +204,9 @@ class DeviceWeightProvider(StreamingProvider):
         if ledger.expert_of != self.plan.view(restored, "expert_of").tolist():
             raise CheckpointError("the slots of experts and the experts of slots disagree")
         with self._turn.taken():
-            self.kernel.state.copy_(restored)
+            self.plan.clear(self.kernel.state)  # nobody is there until all bytes are on their way
             self._copy_in(ledger.slot_of)
+            self.kernel.state.copy_(restored)
 
     def _most_bypassed(self, topk_ids: torch.Tensor, *, prefill: bool) -> tuple[int, int]:
         """Bank waves that ids of this shape may need, and how many experts may pass by freely.

@@ -84,9 +84,11 @@ class CopyLane:
             return
         self._before_ahead = self._before_ahead or self._last
         self._streams[bank].wait_event(self._ahead)
-        with self.copying(bank):
-            yield
-        self._ahead.record(self._streams[bank])
+        try:
+            with self.copying(bank):
+                yield
+        finally:
+            self._ahead.record(self._streams[bank])
 
     def outlives(self, tensors: Sequence[torch.Tensor]) -> None:
         """Memory that copies of this lane may still write to when the tensors are dropped."""

@@ -78,10 +78,12 @@ def load(
     try:
         for name, provider in providers.items():
             provider.restore(layers[name]["state"])
-    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
+    except BaseException as error:
         for provider in providers.values():
             provider.reset()
-        raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+        if isinstance(error, CheckpointError | ConfigError | KeyError | TypeError | ValueError):
+            raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+        raise
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options that `run` and `verify` share, and the checks that need neither torch nor a model."""
+"""Options that `run`, `verify` and `trace` share, and checks that need no torch and no model."""
 
 from __future__ import annotations
 
@@ -45,6 +45,39 @@ Policy = Annotated[
     typer.Option(
         help=f"Which expert leaves: {', '.join(POLICIES.names())}, or 'module:Class'.",
         metavar="NAME",
+    ),
+]
+CacheSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto|SIZE",
+        help="Slots a layer; 'auto' takes what the free memory holds; a size such as 6GiB is the "
+        "budget of the whole model.",
+        show_default="auto",
+    ),
+]
+CacheGib = Annotated[
+    float | None,
+    typer.Option(
+        metavar="G",
+        help="Budget of the whole model in GiB: the same as --expert-cache-size GGiB.",
+        show_default=False,
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of prompt and answer together; a budget leaves room for them.",
+        show_default="4096, or as many as the model has positions",
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Apply the chat template.",
+        show_default="where the tokenizer has one",
     ),
 ]
 Device = Annotated[

@@ -39,23 +39,8 @@ def run(
             "the end of input or Ctrl-C.",
         ),
     ] = False,
-    expert_cache_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto|SIZE",
-            help="Slots a layer; 'auto' takes what the free memory holds; a size such as 6GiB is "
-            "the budget of the whole model.",
-            show_default="auto",
-        ),
-    ] = None,
-    expert_cache_gib: Annotated[
-        float | None,
-        typer.Option(
-            metavar="G",
-            help="Budget of the whole model in GiB: the same as --expert-cache-size GGiB.",
-            show_default=False,
-        ),
-    ] = None,
+    expert_cache_size: options.CacheSize = None,
+    expert_cache_gib: options.CacheGib = None,
     policy: options.Policy = DEFAULT_POLICY,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
@@ -75,22 +60,8 @@ def run(
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws, with a temperature.")] = 0,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompt and answer together; a budget leaves room for them.",
-            show_default="4096, or as many as the model has positions",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Apply the chat template.",
-            show_default="where the tokenizer has one",
-        ),
-    ] = None,
+    context: options.Context = None,
+    chat: options.Chat = None,
     trust_remote_code: options.TrustRemoteCode = False,
     no_host_memory_check: options.NoHostMemoryCheck = False,
     as_json: options.AsJson = False,

@@ -45,17 +45,8 @@ def trace(
         str,
         typer.Option(metavar="TEXT", help="Of the recording, for its meta data."),
     ] = "not stated",
-    expert_cache_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto|SIZE",
-            help="As for run; it does not change what is recorded.",
-            show_default="auto",
-        ),
-    ] = None,
-    expert_cache_gib: Annotated[
-        float | None, typer.Option(metavar="G", help="As for run.", show_default=False)
-    ] = None,
+    expert_cache_size: options.CacheSize = None,
+    expert_cache_gib: options.CacheGib = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Stop each answer after as many tokens.")
     ] = 128,
@@ -63,22 +54,8 @@ def trace(
     expert_store: options.ExpertStore = options.Store.RAM,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompt and answer together; a budget leaves room for them.",
-            show_default="4096, or as many as the model has positions",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Apply the chat template.",
-            show_default="where the tokenizer has one",
-        ),
-    ] = None,
+    context: options.Context = None,
+    chat: options.Chat = None,
     trust_remote_code: options.TrustRemoteCode = False,
     no_host_memory_check: options.NoHostMemoryCheck = False,
     synthetic: Annotated[

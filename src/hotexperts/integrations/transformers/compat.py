@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hotexperts import known_versions
 from hotexperts.errors import UnsupportedModelError
@@ -145,3 +146,16 @@ def is_decorated_experts(module: torch.nn.Module) -> bool:
     """Whether Transformers' experts decorator made this module's forward dispatch."""
     flags = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
     return flags and hasattr(type(module).forward, "__wrapped__")
+
+
+def router_kinds(model: nn.Module) -> list[tuple[type[nn.Module], int]]:
+    """Classes of routers and the index of their logits, from Transformers' own table."""
+    kinds = []
+    for module in model.modules():
+        table = getattr(type(module), "_can_record_outputs", None) or {}
+        listed = table.get("router_logits", [])
+        for entry in listed if isinstance(listed, list) else [listed]:
+            kind, index = getattr(entry, "target_class", None), getattr(entry, "index", None)
+            if isinstance(kind, type) and isinstance(index, int) and (kind, index) not in kinds:
+                kinds.append((kind, index))
+    return kinds

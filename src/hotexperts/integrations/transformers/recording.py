@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
+from hotexperts.integrations.transformers import compat
 
 _FIRST_ROWS = 1024
 _NOT_RECORDED = -1
@@ -154,7 +155,7 @@ def find_router(model: nn.Module, experts: nn.Module) -> Router:
     Raises:
         UnsupportedModelError: the class names none, or none that belongs to this layer alone.
     """
-    kinds = _router_kinds(model)
+    kinds = compat.router_kinds(model)
     names = {module: name for name, module in model.named_modules()}
     path = names[experts]
     while kinds and path:
@@ -169,19 +170,6 @@ def find_router(model: nn.Module, experts: nn.Module) -> Router:
         f"{type(model).__name__} does not say where the router logits of {names[experts]} are: "
         "record without logits"
     )
-
-
-def _router_kinds(model: nn.Module) -> list[tuple[type[nn.Module], int]]:
-    """Classes of routers and the index of their logits, from Transformers' own table."""
-    kinds = []
-    for module in model.modules():
-        table = getattr(type(module), "_can_record_outputs", None) or {}
-        listed = table.get("router_logits", [])
-        for entry in listed if isinstance(listed, list) else [listed]:
-            kind, index = getattr(entry, "target_class", None), getattr(entry, "index", None)
-            if isinstance(kind, type) and isinstance(index, int) and (kind, index) not in kinds:
-                kinds.append((kind, index))
-    return kinds
 
 
 class _Rows:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks, warm_start
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.streaming import StreamingProvider
@@ -34,14 +33,18 @@ class ModelCaches:
     Args:
         options: the user's choices.
         config: vLLM's `VllmConfig`.
+        target: the caches of the model that this one drafts for.
     """
 
-    def __init__(self, options: ExpertCacheOptions, config: Any) -> None:
+    def __init__(
+        self, options: ExpertCacheOptions, config: Any, target: ModelCaches | None = None
+    ) -> None:
         self.options = options
         self.config = config
         self.num_expected = 0
         self.layers: dict[str, CachedFusedExperts] = {}
         self.publisher: Any = None  # see metrics.py
+        self._target = target
         self._plan: SizePlan | None = None
         self._stores: dict[str, CPUBackingStore] = {}
         self._banks: dict[ExpertLayout, StreamBanks] = {}
@@ -49,6 +52,7 @@ class ModelCaches:
         self._last: DeviceWeightProvider | None = None
         self._top_k = 0
         self._host: HostBudget | None = None
+        self.has_started = False  # what the slots hold is what requests asked for
         self._token_count: TokenCount | None = None
 
     def created(self, layer: nn.Module) -> None:
@@ -58,7 +62,7 @@ class ModelCaches:
             HostMemoryError: all of them are more than the host holds.
         """
         if self.options.check_host_memory:
-            self._host = self._host or HostBudget(self.config.parallel_config.world_size)
+            self._host = self._host or HostBudget(_num_ranks_here(self.config.parallel_config))
             self._host.add(sum(p.nbytes for p in layer.parameters(recurse=False)))
 
     def add(self, layer: nn.Module, method: Any) -> None:
@@ -86,11 +90,12 @@ class ModelCaches:
         self._stores[layer.layer_name], self._top_k = store, layer.top_k
         self._plan = self._plan or self._make_plan(layer, store, device)
         is_tested = is_wanted(self.options.self_test, layer, parameters)
-        test = SelfTest(layer, method) if is_tested else None
+        prefill_tokens = self.options.prefill_tokens
+        test = SelfTest(layer, method, prefill_tokens) if is_tested else None
         provider = self._provider(store, device)
         hide_parameters(layer, device)
         self.layers[layer.layer_name] = CachedFusedExperts(
-            provider, experts, parameters, dialect, self.options.prefill_tokens
+            provider, experts, parameters, dialect, prefill_tokens
         )
         if test is not None:
             test.check()
@@ -121,44 +126,15 @@ class ModelCaches:
             layer.provider.reset()
         log.info("%s", self.describe())
 
-    def load_state(self, rank: int) -> None:
-        """Start warm, where a state is wanted and was saved.
-
-        Raises:
-            CheckpointError: the file is damaged.
-            ConfigError: it is of another model, policy or number of slots.
-        """
-        path = self._state_path(rank)
-        if path is None:
-            return
-        if path.exists():
-            warm_start.load(path, self._providers(), self._about())
-            log.info("expert cache: warm from %s", path)
-        else:
-            log.info("expert cache: no %s yet, starting empty", path)
-
-    def save_state(self, rank: int) -> str | None:
-        """Save what a restart may keep, where that is wanted; the file's name."""
-        path = self._state_path(rank)
-        if path is None or not self.layers:
-            return None
-        warm_start.save(path, self._providers(), self._about())
-        return str(path)
-
-    def _state_path(self, rank: int) -> Path | None:
-        if self.options.state is None:
-            return None
-        is_alone = self.config.parallel_config.world_size == 1
-        return Path(self.options.state if is_alone else f"{self.options.state}.rank{rank}")
-
-    def _providers(self) -> dict[str, StreamingProvider]:
+    @property
+    def providers(self) -> dict[str, StreamingProvider]:
+        """Of each layer, by its name."""
         return {name: layer.provider for name, layer in self.layers.items()}
 
-    def _about(self) -> dict[str, Any]:
-        provider = next(iter(self.layers.values())).provider
-        mode = "device" if isinstance(provider, DeviceWeightProvider) else "host"
-        policy, capacity = self.options.cache.policy, self._plan.capacity if self._plan else 0
-        return {"policy": policy, "mode": mode, "capacity": capacity}
+    @property
+    def capacity(self) -> int:
+        """Slots a layer; 0 before there is one."""
+        return 0 if self._plan is None else self._plan.capacity
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Each layer's counters by its name; waits for the device."""
@@ -221,7 +197,8 @@ class ModelCaches:
             self._last.next_provider = provider
         self._last = provider
         parallel = self.config.parallel_config
-        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+        context_size = getattr(parallel, "prefill_context_parallel_size", 1)
+        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel or context_size > 1:
             return  # then a call's rows are not the step's tokens
         self._token_count = self._token_count or TokenCount(device)
         provider.token_count = self._token_count
@@ -235,9 +212,17 @@ class ModelCaches:
         size = self.options.cache.size
         if isinstance(size, int) and not isinstance(size, Bytes):
             return fixed_capacity(size, shapes)
+        if self._target is not None and self._target._plan is not None:  # the budget is spent
+            return fixed_capacity(min(self._target._plan.capacity, store.num_experts), shapes)
         total = total_nbytes(size, self.config, device)
         other = other_nbytes(self.config, device, layer, store.rows.numel())
         return capacity_for_budget(total, other, shapes)
+
+
+def _num_ranks_here(parallel: Any) -> int:
+    """Processes that hold experts in this host's memory."""
+    local = getattr(parallel, "local_world_size", parallel.world_size)
+    return int(local * max(1, getattr(parallel, "data_parallel_size_local", 1)))
 
 
 def _shape(store: CPUBackingStore, top_k: int) -> LayerShape:

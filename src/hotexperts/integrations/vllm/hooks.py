@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hotexperts.errors import UnsupportedOperationError
 from hotexperts.integrations.vllm import options
 from hotexperts.integrations.vllm.compat import DIALECTS, check_loaded_names
 from hotexperts.integrations.vllm.options import flag
@@ -80,13 +81,14 @@ def _is_known(experts: Any) -> bool:
 def patch_workers(module: Any) -> None:
     """Forget what warm-up asked for, publish counters, and let `collective_rpc` read them."""
     from hotexperts.integrations.vllm.metrics import publishers_of
+    from hotexperts.integrations.vllm.state_file import save_state, start_warm
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in _alive():
             caches.reset()
             if caches.config is self.vllm_config:
-                caches.load_state(self.global_rank)
+                start_warm(caches, self.global_rank)
         return result
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,8 +108,16 @@ def patch_workers(module: Any) -> None:
         """Save what a restart may keep, where `state` names a file; the files' names."""
         config = getattr(self, "vllm_config", None)  # missing where a start failed
         ours = [caches for caches in _alive() if caches.config is config]
-        saved = [caches.save_state(self.global_rank) for caches in ours]
+        saved = [save_state(caches, self.global_rank) for caches in ours]
         return [name for name in saved if name is not None]
+
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(caches.config is self.vllm_config for caches in _alive()):
+            raise UnsupportedOperationError(
+                f"reload_weights does not work with {flag('size')}: the experts in host memory "
+                "would stay the old ones; start the server again"
+            )
+        return self.worker.reload_weights(*args, **kwargs)
 
     def shutdown(self: Any) -> None:
         try:
@@ -122,6 +132,7 @@ def patch_workers(module: Any) -> None:
     wrapper.execute_model = functools.wraps(original)(execute_model)
     wrapper.compile_or_warm_up_model = compile_or_warm_up_model
     wrapper.expert_cache_stats = expert_cache_stats
+    wrapper.reload_weights = reload_weights
     wrapper.save_expert_cache_state = save_expert_cache_state
     wrapper.shutdown = functools.wraps(stop)(shutdown)
 
@@ -146,7 +157,8 @@ def caches_of(config: Any, wanted: options.ExpertCacheOptions) -> Any:
     for caches in _alive():
         if caches.config is config:
             return caches
-    caches = ModelCaches(wanted, config)
+    ours = [c for c in _alive() if c.config.instance_id == config.instance_id]
+    caches = ModelCaches(wanted, config, target=ours[0] if ours else None)
     _models.append(weakref.ref(caches))
     return caches
 

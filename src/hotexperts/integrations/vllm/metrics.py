@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Publisher:
     """
 
     def __init__(self, caches: ModelCaches, rank: int) -> None:
-        self._caches = caches
+        self._caches: ModelCaches = weakref.proxy(caches)  # which owns this, and dies first
         self._rank = rank
         self._path: Path = counter_file(caches.config.instance_id, rank)
         self._due = self._log_due = 0.0
@@ -97,5 +97,5 @@ def publishers_of(models: list[ModelCaches], rank: int) -> Iterator[Publisher]:
     for caches in models:
         if caches.publisher is None:
             caches.publisher = Publisher(caches, rank)
-            atexit.register(caches.publisher.close)
+            weakref.finalize(caches, caches.publisher.close)  # at the process's end, too
         yield caches.publisher

@@ -103,8 +103,6 @@ def _parse_state(given: Any) -> str | None:
         return None
     if not isinstance(given, str) or not given or Path(given).is_dir():
         raise ConfigError(f"{flag('options')}: state is {given!r}: give the name of a file")
-    if not Path(given).absolute().parent.is_dir():
-        raise ConfigError(f"{flag('options')}: state is {given!r}, in a folder that is not there")
     return given
 
 

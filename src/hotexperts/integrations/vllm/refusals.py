@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOperationError
@@ -37,8 +38,21 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
             f"{flag('size')} {size}: a layer has only {num_local} experts here: give at most "
             f"{num_local}, or 'auto'"
         )
+    _check_state(config, wanted.state)
     for name, remedy in _conflicts(config):
         raise UnsupportedOperationError(f"{name} does not work with {flag('size')}: {remedy}")
+
+
+def _check_state(config: Any, state: str | None) -> None:
+    if state is None:
+        return
+    if not Path(state).absolute().parent.is_dir():
+        raise ConfigError(f"{flag('options')}: state is {state!r}, in a folder that is not there")
+    if getattr(config.parallel_config, "distributed_executor_backend", None) == "ray":
+        raise UnsupportedOperationError(
+            f"{flag('options')}: state does not work with Ray, which kills its workers before "
+            "they could save it; leave it out"
+        )
 
 
 def _expert_parallel_size(config: Any) -> int:
