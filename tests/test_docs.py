@@ -14,7 +14,8 @@ from hotexperts.cli.main import app
 ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES)
+POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -23,6 +24,8 @@ HOMES = (  # what names of files may be relative to
     PACKAGE / "cache",
     PACKAGE / "kernels/plan",
     PACKAGE / "integrations/transformers",
+    PACKAGE / "integrations/vllm",
+    ROOT / "docs",
 )
 needs_transformers = pytest.mark.skipif(
     not importlib.util.find_spec("transformers"), reason="needs Transformers"
@@ -48,10 +51,12 @@ def test_python_blocks_run(
     assert capsys.readouterr().out.strip()
 
 
-def test_every_option_in_the_readme_exists() -> None:
+def test_every_option_in_the_documents_exists() -> None:
     root = typer.main.get_command(app)
-    used = re.findall(r"hotexperts (run|verify|simulate)\b([^\n`]*)", README.read_text())
-    assert {command for command, _ in used} == {"run", "verify", "simulate"}
+    commands = ("run", "verify", "simulate", "trace", "doctor")
+    texts = "".join(document.read_text() for document in DOCUMENTS)
+    used = re.findall(rf"hotexperts ({'|'.join(commands)})\b([^\n`]*)", texts)
+    assert {command for command, _ in used} == set(commands)
     for command, rest in used:
         parameters = root.commands[command].params
         known = {name for p in parameters for name in (*p.opts, *p.secondary_opts)}
