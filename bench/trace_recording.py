@@ -2,9 +2,9 @@
 
     python bench/trace_recording.py --traces DIR --out bench/results/trace-recording.json
 
-Device-managed cache, batch 1, `generate` without CUDA graphs (hooks do not run in replays), the same
-ids in every step, so that every expert hits and nothing hides what the hooks cost. DIR holds the
-trace; docs/traces.md has its form.
+Device-managed cache, batch 1, `generate` without CUDA graphs (hooks do not run in replays), the
+same ids in every step, so that every expert hits and nothing hides what the hooks cost. DIR holds
+the trace; docs/traces.md has its form.
 """
 
 from __future__ import annotations

@@ -1,31 +1,84 @@
-"""Hit rates over slots as curves, by matplotlib; imported only when a plot is asked for."""
+"""Hit rates over slots as curves, and use as a heat map, by matplotlib; imported when asked for."""
 
 from __future__ import annotations
 
+import html
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from hotexperts.simulate.sweep import BELADY, FRAME, LRU, Cell, Counts, Sweep
+from hotexperts.simulate.trace import DECODE, NOT_RECORDED, Trace
 
 _WIDTH, _HEIGHT = 4.5, 3.4  # inches of one trace with one batch
 _FRAME = {LRU: {"color": "0.45"}, BELADY: {"color": "black", "linestyle": "--"}}
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body{{font-family:sans-serif;margin:2em}}svg{{max-width:100%;height:auto}}</style>
+<h1>{title}</h1>
+{picture}
+</html>
+"""
 
 
 def draw_curves(sweep: Sweep, counts: Counts, path: Path) -> None:
-    """A row a trace and a column a batch; LRU and Belady bound the shaded gap.
+    """A row a trace: curves for each batch, then the heat map.
+
+    LRU and Belady bound the shaded gap. The heat map shows how often each expert of each layer is
+    asked for in decode; experts are sorted within their layer, so that it shows how uneven use is.
+
+    Args:
+        sweep: what was replayed.
+        counts: from `run_sweep`.
+        path: `.html` is a page of its own, other ends are what matplotlib writes.
 
     Raises:
         OSError: the file cannot be written.
     """
-    shape = len(sweep.traces), len(sweep.batches)
+    shape = len(sweep.traces), len(sweep.batches) + 1
     figure = Figure(figsize=(_WIDTH * shape[1], _HEIGHT * shape[0]), layout="constrained")
     axes = figure.subplots(*shape, squeeze=False)
-    for row, name in zip(axes, sweep.traces, strict=True):
-        for axis, batch in zip(row, sweep.batches, strict=True):
+    for row, (name, trace) in zip(axes, sweep.traces.items(), strict=True):
+        for axis, batch in zip(row, sweep.batches, strict=False):
             _draw_one(axis, sweep, counts, name, batch)
-    figure.savefig(path, dpi=150)
+        _draw_heat(figure, row[-1], trace)
+    if path.suffix == ".html":
+        path.write_text(_page(figure, ", ".join(Path(name).name for name in sweep.traces)))
+    else:
+        figure.savefig(path, dpi=150)
+
+
+def use_by_layer(trace: Trace) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """`[layer, expert]`: tokens of decode that ask for each expert, in parts of the layer's mean.
+
+    Where a trace has no decode, all of its tokens count.
+    """
+    is_counted = trace.phase == DECODE if (trace.phase == DECODE).any() else trace.phase >= 0
+    found = np.zeros((trace.num_layers, trace.num_experts))
+    for layer in range(trace.num_layers):
+        ids = trace.ids[is_counted, layer].ravel()
+        found[layer] = np.bincount(ids[ids != NOT_RECORDED], minlength=trace.num_experts)
+    found /= np.maximum(found.mean(axis=1, keepdims=True), 1e-9)
+    return found
+
+
+def _draw_heat(figure: Any, axis: Any, trace: Trace) -> None:
+    use = -np.sort(-use_by_layer(trace), axis=1)
+    image = axis.imshow(use, aspect="auto", interpolation="nearest", cmap="inferno")
+    axis.set_title("use in decode", fontsize="medium")
+    axis.set_xlabel("experts, the most used first")
+    axis.set_ylabel("layer")
+    figure.colorbar(image, ax=axis, label="times the layer's mean")
+
+
+def _page(figure: Figure, title: str) -> str:
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    picture = drawn.getvalue()
+    return _PAGE.format(title=html.escape(title), picture=picture[picture.index("<svg") :])
 
 
 def _draw_one(axis: Any, sweep: Sweep, counts: Counts, name: str, batch: int) -> None:

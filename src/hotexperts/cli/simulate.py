@@ -24,7 +24,7 @@ _TIES = ("id", "listed")
 _POOLS = ("layer", "global", "split")
 _SEQUENCES = ("warm", "cold")
 _PREFILLS = ("warm", "seed", "ignore")
-_PLOTS = (".png", ".svg", ".pdf")
+_PLOTS = (".png", ".svg", ".pdf", ".html")
 _STDOUT = "-"
 _PROMPTS = "trace"  # of --preload
 
@@ -131,7 +131,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Draw hit rates over slots: .png, .svg or .pdf (needs matplotlib).",
+            help="Draw hit rates over slots, and how evenly experts are used: .png, .svg, .pdf or "
+            ".html (needs matplotlib).",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that replay.")] = 1,
