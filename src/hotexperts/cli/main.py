@@ -12,6 +12,7 @@ import typer
 
 import hotexperts
 from hotexperts.cli.doctor import doctor
+from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.simulate import simulate
 from hotexperts.cli.trace import trace
@@ -28,6 +29,7 @@ app.command()(run)
 app.command()(verify)
 app.command()(simulate)
 app.command()(trace)
+app.command()(plan)
 app.command()(doctor)
 
 

@@ -1,0 +1,157 @@
+"""`hotexperts plan`: does a model fit a machine, with how many slots, and how fast would it be?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hotexperts.cli import console, options
+from hotexperts.config import format_bytes, parse_bytes
+from hotexperts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hotexperts.plan.forecast import Forecast
+    from hotexperts.plan.machine import Machine
+    from hotexperts.plan.model import ModelFacts
+
+_SLOW_LINK_GB_S, _SLOW_MEMORY_GB_S = 12.0, 300.0  # of a machine that nothing is said of
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Folder with config.json and safetensors; only headers are read.")
+    ],
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="GPU memory to use, such as 8GiB.", show_default="the GPU's"
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="The host's memory, such as 64GiB.", show_default="enough"
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Such as 'RTX 4090': its memory and link.", show_default=False
+        ),
+    ] = None,
+    link_gb_s: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Copies to the GPU, as `doctor` measures them.", min=0.1),
+    ] = None,
+    memory_gb_s: Annotated[
+        float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0)
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences at once.")] = 1,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Reckon slots, memory and speed before anything is downloaded to a GPU or loaded.
+
+    Speeds are those of vLLM with its CUDA graphs. Hit rates are replayed on routing drawn for the
+    model's shape; recorded routing missed up to 1.9 times as much, which is the worse end.
+    """
+    with console.errors_as_one_line(debug):
+        from hotexperts.plan.forecast import forecast
+        from hotexperts.plan.model import read_facts
+
+        machine, budget = _machine(gpu, vram, link_gb_s, memory_gb_s)
+        facts = read_facts(Path(model))
+        found = forecast(
+            facts,
+            machine,
+            budget_nbytes=budget,
+            ram_nbytes=None if ram is None else _bytes("--ram", ram),
+            context=context,
+            batch=batch,
+        )
+        commands = _commands(facts, budget, context, batch)
+        if as_json:
+            more = {"model": model, "machine": machine._asdict(), "commands": commands}
+            console.show_json(asdict(found) | more)
+            return
+        console.show(_table(facts, machine, found, batch))
+        for command in commands:
+            typer.echo(f"  {command}")
+
+
+def _machine(
+    gpu: str | None, vram: str | None, link_gb_s: float | None, memory_gb_s: float | None
+) -> tuple[Machine, int]:
+    """The GPU, and how much of its memory to use."""
+    from hotexperts.plan.machine import Machine, by_name
+
+    if gpu is None and vram is None:
+        raise ConfigError(
+            "give --gpu NAME, or --vram SIZE and --link-gb-s X (hotexperts doctor measures it)"
+        )
+    budget = None if vram is None else _bytes("--vram", vram)
+    if gpu is not None:
+        found = by_name(gpu)
+    else:
+        assert budget is not None, "one of both is given"
+        found = Machine("some GPU", budget, _SLOW_MEMORY_GB_S, _SLOW_LINK_GB_S)
+    if budget is not None and budget > found.vram_nbytes:
+        raise ConfigError(
+            f"--vram {vram} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
+        )
+    found = found._replace(
+        link_gb_s=link_gb_s or found.link_gb_s, memory_gb_s=memory_gb_s or found.memory_gb_s
+    )
+    return found, budget or int(0.9 * found.vram_nbytes)
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def _commands(facts: ModelFacts, budget: int, context: int, batch: int) -> list[str]:
+    gib = f"{budget / 2**30:.4g}"
+    found = [
+        f"vllm serve {facts.name} --moe-expert-cache-gib {gib} --max-model-len {context} "
+        f"--max-num-seqs {batch}"
+    ]
+    if not facts.is_quantised:  # Transformers would hold them in 16 bits
+        found.append(f"hotexperts run {facts.name} --expert-cache-gib {gib} --context {context}")
+    return found
+
+
+def _table(facts: ModelFacts, machine: Machine, found: Forecast, batch: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    num_experts = facts.layers[0].num_experts
+    for name, value in (
+        ("fits", f"{found.capacity} of {num_experts} experts in each MoE layer"),
+        ("", found.reason),
+        ("GPU", _parts(found.gpu_nbytes)),
+        ("host", f"{format_bytes(found.host_nbytes)} of experts"),
+        ("link", f"{machine.link_gb_s:g} GB/s ({machine.name})"),
+        ("hits", f"{_range(found.hit_rate, 100)} %"),
+        ("missed", f"{_range(found.missed_gb, 1)} GB a step"),
+        ("decode", f"{_range(found.decode_tokens_per_s, 1)} tokens/s, batch {batch}"),
+        ("bound", f"{found.bound_tokens_per_s:.3g} tokens/s, with all copies hidden"),
+        ("prefill", f"{found.prefill_tokens_per_s:,.0f} tokens/s"),
+        ("limit", found.limit),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _parts(nbytes: dict[str, int]) -> str:
+    return ", ".join(f"{format_bytes(n)} {name}" for name, n in nbytes.items())
+
+
+def _range(pair: Any, factor: float) -> str:
+    low, high = sorted(factor * value for value in pair)
+    return f"{low:.3g} to {high:.3g}"
