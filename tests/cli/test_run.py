@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,10 @@ def test_a_state_makes_the_next_run_warm(
     refused = cli(*arguments, "--policy", "lru", "--expert-cache-state", state)
     assert refused.status == 2
     assert "saved with policy adv, and this cache has lru" in refused.err
+
+
+def test_counters_are_served_while_it_runs(saved_model: Path, cli: Cli) -> None:
+    pytest.importorskip("prometheus_client")
+    result = cli("run", saved_model, "--prompt", PROMPT, *CPU, "--metrics-port", 0, "--json")
+    assert result.status == 0
+    assert re.match(r"note: counters at http://127\.0\.0\.1:\d+/metrics\n", result.err)

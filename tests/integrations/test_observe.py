@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm import metrics
-from hotexperts.observe import files
+from hotexperts.observe import exporter, files
 from hotexperts.observe.names import COUNTERS
 from hotexperts.stats import CacheStats
 
@@ -77,3 +81,29 @@ def test_the_file_goes_with_its_caches(folder: Path) -> None:
     del publisher, caches
     gc.collect()
     assert not list(folder.iterdir())
+
+
+def test_a_server_answers_prometheus(folder: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    counters = {"a": {"hits": 3}, "b": {"hits": 4, "misses": 1}}
+    server = exporter.MetricsServer(lambda: {0: counters})
+    try:
+        with urllib.request.urlopen(server.url) as answer:
+            text = answer.read().decode()
+        assert 'hotexperts_hits_total{rank="0"} 7.0' in text
+        assert 'hotexperts_misses_total{rank="0"} 1.0' in text
+        port = int(server.url.split(":")[2].split("/")[0])
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*give another port"):
+            exporter.MetricsServer(lambda: {}, port)
+    finally:
+        server.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(server.url)
+
+
+def test_the_dashboard_asks_for_counters_that_exist() -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
+    asked = re.findall(r"hotexperts_(\w+?)_total", json.dumps(dashboard))
+    assert set(asked) <= set(COUNTERS)
+    assert {"hits", "misses", "bytes_moved"} <= set(asked)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -19,7 +19,11 @@ from hotexperts.errors import HotExpertsError
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
-_EXTRAS = {**dict.fromkeys(_LIBRARIES, "transformers"), "matplotlib": "plot"}
+_EXTRAS = {
+    **dict.fromkeys(_LIBRARIES, "transformers"),
+    "matplotlib": "plot",
+    "prometheus_client": "metrics",
+}
 
 
 @contextmanager

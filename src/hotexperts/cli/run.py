@@ -56,6 +56,16 @@ def run(
             show_default=False,
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve the cache's counters to Prometheus on this machine; 0 takes a free port.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
@@ -95,7 +105,7 @@ def run(
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
         )
-        with _kept(session, expert_cache_state):
+        with _kept(session, expert_cache_state), _served(session, metrics_port):
             if interactive:
                 _loop(session)
             else:
@@ -116,6 +126,20 @@ def _kept(session: Session, path: Path | None) -> Iterator[None]:
         yield
     finally:
         session.cache.save_state(path)
+
+
+@contextmanager
+def _served(session: Session, port: int | None) -> Iterator[None]:
+    """Inside, Prometheus may ask."""
+    if port is None:
+        yield
+        return
+    server = session.cache.serve_metrics(port)
+    console.note(f"counters at {server.url}")
+    try:
+        yield
+    finally:
+        server.close()
 
 
 def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, policy: str) -> None:

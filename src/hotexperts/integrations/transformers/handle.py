@@ -8,6 +8,7 @@ from typing import Any
 
 from hotexperts.cache import StreamBanks, warm_start
 from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.observe.exporter import LOOPBACK, MetricsServer
 from hotexperts.stats import CacheStats, total
 
 
@@ -89,6 +90,26 @@ class ExpertCache:
             ConfigError: it is of another model, policy, mode or number of slots.
         """
         warm_start.load(path, self._by_name(), self._about())
+
+    def serve_metrics(self, port: int = 0, host: str = LOOPBACK) -> MetricsServer:
+        """Answer Prometheus with the counters, by the names that the vLLM plug-in has.
+
+        Args:
+            port: 0 takes a free one.
+            host: who may ask; the default is this machine alone.
+
+        Returns:
+            The server: its `url`, and `close()`.
+
+        Raises:
+            ConfigError: the address cannot be had.
+            ModuleNotFoundError: `prometheus_client` is not installed.
+        """
+        return MetricsServer(
+            lambda: {0: {name: p.stats.as_dict() for name, p in self._by_name().items()}},
+            port,
+            host,
+        )
 
     def _by_name(self) -> dict[str, StreamingProvider]:
         return dict(zip(self.names, self.providers, strict=True))

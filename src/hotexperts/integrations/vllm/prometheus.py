@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-from hotexperts.observe.files import read_counters, total
-from hotexperts.observe.names import COUNTERS, PREFIX
+from hotexperts.observe.exporter import Collector
+from hotexperts.observe.files import Counters, read_counters
 
 _instances: set[str] = set()
 
@@ -17,23 +16,12 @@ def watch(instance: str) -> None:
     _instances.add(instance)
 
 
-class Collector:
-    """What `prometheus_client` asks at every scrape: sums over the layers, one a rank."""
-
-    def collect(self) -> Iterator[Any]:
-        """One family a counter."""
-        from prometheus_client.core import CounterMetricFamily
-
-        found = {
-            str(rank): total(counters)
-            for instance in sorted(_instances)
-            for rank, counters in read_counters(instance).items()
-        }
-        for name, meaning in COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + name, meaning, labels=["rank"])
-            for rank, sums in found.items():
-                family.add_metric([rank], sums.get(name, 0))
-            yield family
+def _read() -> dict[int, Counters]:
+    return {
+        rank: counters
+        for instance in sorted(_instances)
+        for rank, counters in read_counters(instance).items()
+    }
 
 
 def patch(module: Any) -> None:
@@ -45,7 +33,7 @@ def patch(module: Any) -> None:
     def get_prometheus_registry() -> Any:
         registry = original()
         if _instances and registry not in known:
-            registry.register(Collector())
+            registry.register(Collector(_read))
             if registry is module.REGISTRY:
                 known.append(registry)
         return registry
