@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "transformers", "triton", "safetensors", "accelerate", "matplotlib")
 HELP = """
 from hotexperts.cli.main import main
-for command in ("run", "verify", "simulate", "trace", "doctor", "plan"):
+for command in ("run", "verify", "simulate", "trace", "doctor", "plan", "top"):
     assert main([command, "--help"]) == 0
 assert main(["--help"]) == main(["--version"]) == 0
 """

@@ -15,6 +15,7 @@ from hotexperts.cli.doctor import doctor
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.simulate import simulate
+from hotexperts.cli.top import top
 from hotexperts.cli.trace import trace
 from hotexperts.cli.verify import verify
 
@@ -30,6 +31,7 @@ app.command()(verify)
 app.command()(simulate)
 app.command()(trace)
 app.command()(plan)
+app.command()(top)
 app.command()(doctor)
 
 

@@ -1,0 +1,75 @@
+"""`hotexperts top`: what a running server's cache does, second by second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.live import Live
+from rich.table import Table
+
+from hotexperts.cli import console, options
+from hotexperts.observe.rates import Rates, rates, read_totals
+
+
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Where the counters are: http://127.0.0.1:8000/metrics of vLLM.")
+    ],
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
+    ] = 1.0,
+    link_gb_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", min=0.1, help="Show copies as a part of this, as `doctor` measures it."
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Watch hit rate, copies and waves a layer call until Ctrl-C; with --json look once.
+
+    vLLM's workers publish about once a second: shorter intervals show nothing new.
+    """
+    with console.errors_as_one_line(debug):
+        looks = _looks(url, interval)
+        if as_json:
+            console.show_json({rank: asdict(found) for rank, found in next(looks).items()})
+            return
+        with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+            for found in looks:
+                live.update(_table(found, link_gb_s), refresh=True)
+
+
+def _looks(url: str, interval: float) -> Iterator[dict[str, Rates]]:
+    before, then = read_totals(url), time.monotonic()
+    while True:
+        time.sleep(interval)
+        after, now = read_totals(url), time.monotonic()
+        yield rates(before, after, now - then)
+        before, then = after, now
+
+
+def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ("rank", "hits", "GB/s", "of link", "missed/s", "passed/s", "evicted/s", "waves")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for rank, now in sorted(found.items()):
+        table.add_row(
+            rank,
+            "-" if now.hit_rate is None else f"{now.hit_rate:.1%}",
+            f"{now.gb_s:.2f}",
+            "-" if link_gb_s is None else f"{now.gb_s / link_gb_s:.0%}",
+            f"{now.misses_s:,.0f}",
+            f"{now.bypasses_s:,.0f}",
+            f"{now.evictions_s:,.0f}",
+            "-" if now.waves is None else f"{now.waves:.2f}",
+        )
+    return table

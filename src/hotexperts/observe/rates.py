@@ -1,0 +1,85 @@
+"""What a served cache did between two looks at its counters."""
+
+from __future__ import annotations
+
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException
+
+from hotexperts.errors import ConfigError
+from hotexperts.observe.names import COUNTERS, PREFIX
+
+TIMEOUT_SECONDS = 5.0
+Totals = dict[str, dict[str, float]]  # rank: counter: value
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one rank, between two looks.
+
+    Attributes:
+        hit_rate: of demanded experts, in parts of 1; None where none was demanded.
+        gb_s: copied to the GPU, 10^9 bytes a second.
+        misses_s: missed experts a second.
+        bypasses_s: of them, served without entering the cache.
+        evictions_s: experts that left a second.
+        waves: kernel calls a layer call; None where there was no call.
+    """
+
+    hit_rate: float | None
+    gb_s: float
+    misses_s: float
+    bypasses_s: float
+    evictions_s: float
+    waves: float | None
+
+
+def read_totals(url: str) -> Totals:
+    """The counters at a metrics address, by rank.
+
+    Raises:
+        ConfigError: nobody answers there, or not with these counters.
+        ModuleNotFoundError: `prometheus_client` is not installed.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url} is no address: give one such as http://127.0.0.1:8000/metrics")
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+            text = answer.read().decode(errors="replace")
+        families = list(text_string_to_metric_families(text))
+    except (OSError, HTTPException) as error:
+        raise ConfigError(f"{url} does not answer ({error}): is the server up?") from error
+    except ValueError as error:
+        raise ConfigError(f"{url} answers with something else than metrics: {error}") from error
+    found: Totals = {}
+    for family in families:
+        name = family.name.removeprefix(PREFIX)
+        for sample in family.samples if name in COUNTERS else ():
+            if sample.name.endswith("_total"):
+                found.setdefault(sample.labels.get("rank", "0"), {})[name] = sample.value
+    if not found:
+        raise ConfigError(f"{url} has no counters of an expert cache: is one in use there?")
+    return found
+
+
+def rates(before: Totals, after: Totals, seconds: float) -> dict[str, Rates]:
+    """By rank; a counter that fell was reset, and counts from zero."""
+    return {rank: _rates(before.get(rank, {}), now, seconds) for rank, now in after.items()}
+
+
+def _rates(before: dict[str, float], after: dict[str, float], seconds: float) -> Rates:
+    def new(name: str) -> float:
+        then, now = before.get(name, 0.0), after.get(name, 0.0)
+        return now - then if now >= then else now
+
+    demands, calls = new("hits") + new("misses"), new("calls")
+    return Rates(
+        new("hits") / demands if demands else None,
+        new("bytes_moved") / seconds / 1e9,
+        new("misses") / seconds,
+        new("bypasses") / seconds,
+        new("evictions") / seconds,
+        new("waves") / calls if calls else None,
+    )
