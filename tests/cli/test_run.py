@@ -218,13 +218,19 @@ def test_a_state_makes_the_next_run_warm(
     arguments += ("--device", kernel_device, "--max-new-tokens", 2, "--cache-mode", mode)
     first = cli(*arguments, "--expert-cache-state", state)
     assert f"note: no {state} yet: the cache starts empty" in first.err
+    assert f"note: saved for the next start: {state}" in first.err
     second = cli(*arguments, "--expert-cache-state", state)
     assert first.json["stats"]["misses"] > 0
+    assert f"note: the cache starts as {state} says" in second.err
     assert second.json["stats"]["misses"] == 0
     assert second.json["text"] == first.json["text"]
     refused = cli(*arguments, "--policy", "lru", "--expert-cache-state", state)
     assert refused.status == 2
-    assert "saved with policy adv, and this cache has lru" in refused.err
+    assert "saved with policy adv, and this cache has lru: take that one (--policy)" in refused.err
+    for name, message in ((tmp_path, "is a folder"), (tmp_path / "no/s", "no such folder")):
+        early = cli(*arguments, "--expert-cache-state", name)
+        assert (early.status, early.out) == (2, "")
+        assert message in early.err
 
 
 def test_counters_are_served_while_it_runs(saved_model: Path, cli: Cli) -> None:

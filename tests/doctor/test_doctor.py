@@ -126,7 +126,9 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     checks = json.loads(capsys.readouterr().out)
     assert {"name", "status", "found", "remedy", "values"} == set(checks[0])
     assert main(["doctor", "--folder", "/no/folder"]) == 2
-    assert "--folder /no/folder: no such folder" in capsys.readouterr().err
+    assert "--folder /no/folder is no folder: name one" in capsys.readouterr().err
+    assert main(["doctor", "--folder", "/tmp", "--no-measure"]) == 2
+    assert "use it without --no-measure" in capsys.readouterr().err
 
 
 def test_something_red_is_exit_status_1(

@@ -14,7 +14,7 @@ from hotexperts.errors import ConfigError
 from hotexperts.policy import POLICIES, Policy
 from hotexperts.policy.lru import LRU
 from hotexperts.residency import Residency
-from hotexperts.types import Decision
+from hotexperts.types import Decision, Event
 from policy.replay import Replay
 from strategies import cache_shapes, demands
 
@@ -166,3 +166,23 @@ def test_a_policy_that_does_not_name_its_history_cannot_be_saved() -> None:
     for call in (policy.state, lambda: policy.restore({})):
         with pytest.raises(ConfigError, match="Forgetful must name in `history` what its `reset`"):
             call()
+
+
+class Own(Policy):
+    """A user's policy, which the registry does not know and which has no name there."""
+
+    def record(self, event: Event) -> None:
+        self.tick += 1
+
+    def eviction_key(self, expert: int) -> int:
+        return expert
+
+
+def test_a_policy_of_ones_own_is_saved_by_its_class() -> None:
+    policy = Own(4, 2)
+    policy.decide([1], [1], [], 2)
+    saved = json.loads(json.dumps(policy.state()))
+    assert saved["policy"].endswith(":Own")
+    other = Own(4, 2)
+    other.restore(saved)
+    assert other.tick == 1

@@ -12,6 +12,12 @@ from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import CheckpointError, ConfigError
 
 FORMAT = 1
+_REMEDIES = {
+    "policy": "take that one (--policy)",
+    "mode": "take that one (--cache-mode)",
+    "capacity": "take so many slots a layer (--expert-cache-size)",
+}
+_DELETE = "delete it, or name another file"
 
 
 def save(
@@ -60,7 +66,7 @@ def load(
         if content.get(name) != value:
             raise ConfigError(
                 f"{path} was saved with {name} {content.get(name)}, and this cache has {value}: "
-                "use the same, or another file"
+                f"{_REMEDIES.get(name, 'use the same')}, or name another file"
             )
     layers = content["layers"]
     if list(layers) != list(providers):
@@ -82,7 +88,9 @@ def load(
         for provider in providers.values():
             provider.reset()
         if isinstance(error, CheckpointError | ConfigError | KeyError | TypeError | ValueError):
-            raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+            raise CheckpointError(
+                f"{path} is damaged ({error or type(error).__name__}): {_DELETE}"
+            ) from error
         raise
 
 
@@ -92,10 +100,10 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} holds no state of a cache: {error}") from error
+        raise CheckpointError(f"{path} holds no state of a cache ({error}): {_DELETE}") from error
     is_ours = isinstance(content, dict) and isinstance(content.get("layers"), dict)
     if not is_ours or not all(isinstance(v, dict) for v in content["layers"].values()):
-        raise CheckpointError(f"{path} holds no state of a cache")
+        raise CheckpointError(f"{path} holds no state of a cache: {_DELETE}")
     if content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {content.get('format')}, and this version reads {FORMAT}"

@@ -15,6 +15,12 @@ from hotexperts.doctor import Check, Status
 from hotexperts.doctor.check import worst
 from hotexperts.errors import ConfigError
 
+_VERDICTS = {
+    Status.GREEN: "All is well.",
+    Status.YELLOW: "Everything works; what is yellow costs something, or is only needed for more.",
+    Status.RED: "What is red keeps hotexperts from working.",
+}
+
 
 def doctor(
     folder: Annotated[
@@ -39,13 +45,16 @@ def doctor(
     with console.errors_as_one_line(debug):
         place = folder or Path(tempfile.gettempdir())
         if not place.is_dir():
-            raise ConfigError(f"--folder {place}: no such folder")
+            raise ConfigError(f"--folder {place} is no folder: name one that exists")
+        if folder is not None and not measure:
+            raise ConfigError("--folder says where to measure: use it without --no-measure")
         with console.prints_to_stderr():
             checks = _look(place, measures=measure)
         if as_json:
             console.show_json([check.as_dict() for check in checks])
         else:
             console.show(_table(checks))
+            typer.echo(_VERDICTS[worst(checks)])
     if worst(checks) is Status.RED:
         raise typer.Exit(1)
 

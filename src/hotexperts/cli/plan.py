@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hotexperts.plan.machine import Machine
     from hotexperts.plan.model import ModelFacts
 
+_CONTEXT = 8192
 _SLOW_LINK_GB_S, _SLOW_MEMORY_GB_S = 12.0, 300.0  # of a machine that nothing is said of
 
 
@@ -50,7 +51,14 @@ def plan(
     memory_gb_s: Annotated[
         float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0)
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of each sequence.",
+            show_default="8192, or as many as the model has positions",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences at once.")] = 1,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -66,15 +74,16 @@ def plan(
 
         machine, budget = _machine(gpu, vram, link_gb_s, memory_gb_s)
         facts = read_facts(Path(model))
+        tokens = _context(facts, context)
         found = forecast(
             facts,
             machine,
             budget_nbytes=budget,
             ram_nbytes=None if ram is None else _bytes("--ram", ram),
-            context=context,
+            context=tokens,
             batch=batch,
         )
-        commands = _commands(facts, budget, context, batch)
+        commands = _commands(facts, budget, tokens, batch)
         if as_json:
             more = {"model": model, "machine": machine._asdict(), "commands": commands}
             console.show_json(asdict(found) | more)
@@ -110,6 +119,15 @@ def _machine(
     return found, budget or int(0.9 * found.vram_nbytes)
 
 
+def _context(facts: ModelFacts, wanted: int | None) -> int:
+    most = facts.max_positions or _CONTEXT
+    if wanted is not None and facts.max_positions is not None and wanted > most:
+        raise ConfigError(
+            f"--context is {wanted}, the model has {most} positions: give at most {most}"
+        )
+    return wanted or min(_CONTEXT, most)
+
+
 def _bytes(option: str, text: str) -> int:
     try:
         return parse_bytes(text)
@@ -140,7 +158,7 @@ def _table(facts: ModelFacts, machine: Machine, found: Forecast, batch: int) -> 
         ("hits", f"{_range(found.hit_rate, 100)} %"),
         ("missed", f"{_range(found.missed_gb, 1)} GB a step"),
         ("decode", f"{_range(found.decode_tokens_per_s, 1)} tokens/s, batch {batch}"),
-        ("bound", f"{found.bound_tokens_per_s:.3g} tokens/s, with all copies hidden"),
+        ("bound", f"{_number(found.bound_tokens_per_s)} tokens/s, with all copies hidden"),
         ("prefill", f"{found.prefill_tokens_per_s:,.0f} tokens/s"),
         ("limit", found.limit),
     ):
@@ -153,5 +171,9 @@ def _parts(nbytes: dict[str, int]) -> str:
 
 
 def _range(pair: Any, factor: float) -> str:
-    low, high = sorted(factor * value for value in pair)
-    return f"{low:.3g} to {high:.3g}"
+    low, high = (_number(factor * value) for value in sorted(pair))
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -106,7 +106,7 @@ def _simulate_cells(row: Data) -> list[str | Text]:
         _percent(row["hit_ratio"]),
         _percent(row["gap_to_belady_closed"]),
         "-" if missed is None else format_bytes(missed),
-        "-" if time is None else f"{time:.2f}",
+        "-" if time is None else f"{time:.2f}" if time >= 1 else f"{time:.3g}",
     ]
 
 

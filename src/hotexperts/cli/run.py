@@ -85,6 +85,7 @@ def run(
     """
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)
+        _check_state(expert_cache_state)
         _check(prompt, interactive, as_json, size, policy)
         options.check_cache_mode(cache_mode, expert_store)
         _check_draws(temperature, seed)
@@ -112,6 +113,18 @@ def run(
                 _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
 
 
+def _check_state(path: Path | None) -> None:
+    """Refuse before the model loads what could not be written after it ran."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--expert-cache-state {path}: no such folder: make it, or name another file"
+        )
+    if path.is_dir():
+        raise ConfigError(f"--expert-cache-state {path} is a folder: name a file in it")
+
+
 @contextmanager
 def _kept(session: Session, path: Path | None) -> Iterator[None]:
     """Inside, the cache goes on from the file; what it then knows is saved, whatever happens."""
@@ -120,12 +133,14 @@ def _kept(session: Session, path: Path | None) -> Iterator[None]:
         return
     if path.exists():
         session.cache.load_state(path)
+        console.note(f"the cache starts as {path} says")
     else:
         console.note(f"no {path} yet: the cache starts empty")
     try:
         yield
     finally:
         session.cache.save_state(path)
+        console.note(f"saved for the next start: {path}")
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def check_disk(folder: Path) -> Check:
     try:
         speed = measure_disk(folder)
     except OSError as error:
-        remedy = "only the experts' file would be slower to read: give another --folder"
+        remedy = "name a --folder on the checkpoints' disk that can be written to"
         return Check("disk", Status.YELLOW, f"not measured: {error.strerror}", remedy)
     found, values = f"{speed:.1f} GB/s in {folder}", {"read_gb_s": speed}
     if speed >= GOOD_DISK_GB_S:

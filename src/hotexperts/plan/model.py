@@ -33,6 +33,7 @@ class ModelFacts:
         kv_nbytes_per_token: keys and values of all layers, in 16 bits.
         num_layers: layers with attention.
         is_quantised: the experts are stored in fewer than 16 bits.
+        max_positions: tokens that a sequence may have; None: the configuration does not say.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelFacts:
     kv_nbytes_per_token: int
     num_layers: int
     is_quantised: bool
+    max_positions: int | None = None
 
 
 def read_facts(folder: Path) -> ModelFacts:
@@ -76,6 +78,7 @@ def read_facts(folder: Path) -> ModelFacts:
         kv_nbytes_per_token=_kv_nbytes(config),
         num_layers=int(config["num_hidden_layers"]),
         is_quantised="quantization_config" in config,
+        max_positions=_first(config, ("max_position_embeddings",)) or None,
     )
 
 

@@ -28,7 +28,7 @@ def save_state(policy: Policy) -> dict[str, Any]:
     """See `Policy.state`."""
     settings, history = _names(policy, "settings"), _names(policy, "history")
     return {
-        "policy": policy.name,
+        "policy": _label(policy),
         "settings": {name: _plain(attrgetter(name)(policy)) for name in settings},
         "history": {name: _plain(attrgetter(name)(policy)) for name in history},
     }
@@ -44,12 +44,18 @@ def load_state(policy: Policy, state: Mapping[str, Any]) -> None:
             values[name] = _revived(attrgetter(name)(policy), plain)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"state of policy {policy.name!r}: {name} is damaged ({error}): save it anew"
+                f"state of policy {_label(policy)!r}: {name} is damaged ({error}): save it anew"
             ) from error
     policy.reset()
     for name, value in values.items():
         owner, _, last = name.rpartition(".")
         setattr(attrgetter(owner)(policy) if owner else policy, last, value)
+
+
+def _label(policy: Policy) -> str:
+    """Its name in the registry, or its class's own."""
+    kind = type(policy)
+    return getattr(policy, "name", None) or f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _check(wanted: dict[str, Any], state: Mapping[str, Any]) -> None:
@@ -86,8 +92,8 @@ def _names(policy: Policy, field: str) -> list[str]:
     for kind in reversed(type(policy).__mro__):
         if "reset" in vars(kind) and "history" not in vars(kind):
             raise ConfigError(
-                f"policy {policy.name!r} cannot be saved: {kind.__name__} must name in `history` "
-                "what its `reset` makes"
+                f"policy {_label(policy)!r} cannot be saved: {kind.__name__} must name in "
+                "`history` what its `reset` makes"
             )
         names.extend(name for name in vars(kind).get(field, ()) if name not in names)
     return names
