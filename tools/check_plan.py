@@ -18,6 +18,7 @@ from hotexperts.plan.machine import by_name
 from hotexperts.plan.model import ModelFacts
 from hotexperts.sizing import LayerShape
 
+KV_TOKENS = 200  # a prompt of 64 and what is decoded after it, on average
 RESULTS = Path(__file__).parent.parent / "bench/results"
 
 
@@ -49,7 +50,8 @@ def compare() -> Iterator[Compared]:
         slots, _, batch = name.partition(" slots, batch ")
         if not batch:
             continue
-        found = step(facts, machine, int(slots), int(batch)).ms
+        kv = KV_TOKENS * int(batch) * facts.kv_nbytes_per_token
+        found = step(facts, machine, int(slots), int(batch), kv).ms
         worst, best, measured = *found, run["ms"]
         outside = measured / worst - 1 if measured > worst else min(0.0, measured / best - 1)
         yield Compared(name, found, measured, outside)

@@ -63,12 +63,14 @@ def test_a_restart_goes_on_as_if_there_was_none(mode: str, policy: str, tmp_path
 @pytest.mark.interpret
 def test_bytes_come_from_the_store_of_now(tmp_path: Path) -> None:
     """The file holds no weights: a model with the same shapes and others gets its own."""
-    before, after = make("device"), make("device")
+    before, after = make("device"), make("device", first_value=100)
     serve(before, 0, 8)
     warm_start.save(tmp_path / "state", {"a": before}, ABOUT)
-    before.slot_buffer.fill_(7)
     warm_start.load(tmp_path / "state", {"a": after}, ABOUT)
-    serve(after, 2, 6)
+    held = {e: s for e, s in enumerate(slots_of(after)) if s >= 0}
+    assert len(held) == CAPACITY
+    values = after.slot_tensors.w[:, 0].tolist()
+    assert {e: values[s] for e, s in held.items()} == {e: e + 100.0 for e in held}
 
 
 def saved(tmp_path: Path) -> Path:

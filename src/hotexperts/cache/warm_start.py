@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def save(
         unfinished.write_text(json.dumps({"format": FORMAT, **about, "layers": layers}))
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
         raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
 
 
@@ -99,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no state of a cache ({error}): {_DELETE}") from error
     is_ours = isinstance(content, dict) and isinstance(content.get("layers"), dict)
     if not is_ours or not all(isinstance(v, dict) for v in content["layers"].values()):

@@ -60,6 +60,8 @@ def _message(error: Exception) -> str | None:
     """What to tell the user; None for what is a bug of ours."""
     if isinstance(error, HotExpertsError):
         return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)[:80]}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRAS.get((error.name or "").split(".")[0])
         if extra is not None:

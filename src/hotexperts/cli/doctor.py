@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from hotexperts.cli import console, options
@@ -80,5 +81,7 @@ def _table(checks: list[Check]) -> Table:
         table.add_column(heading, overflow="fold")
     for check in checks:
         mark = f"[{check.status.value}]{check.status.value}[/]"
-        table.add_row(mark, check.name, check.found, check.remedy or "")
+        table.add_row(
+            mark, *(escape(text) for text in (check.name, check.found, check.remedy or ""))
+        )
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,10 +47,12 @@ def plan(
     ] = None,
     link_gb_s: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Copies to the GPU, as `doctor` measures them.", min=0.1),
+        typer.Option(
+            metavar="X", help="Copies to the GPU, as `doctor` measures them.", min=0.1, max=1e4
+        ),
     ] = None,
     memory_gb_s: Annotated[
-        float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0)
+        float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0, max=1e6)
     ] = None,
     context: Annotated[
         int | None,
@@ -83,7 +86,7 @@ def plan(
             context=tokens,
             batch=batch,
         )
-        commands = _commands(facts, budget, tokens, batch)
+        commands = _commands(facts, budget, tokens, batch, found.gpu_nbytes["KV cache"])
         if as_json:
             more = {"model": model, "machine": machine._asdict(), "commands": commands}
             console.show_json(asdict(found) | more)
@@ -108,7 +111,7 @@ def _machine(
         found = by_name(gpu)
     else:
         assert budget is not None, "one of both is given"
-        found = Machine("some GPU", budget, _SLOW_MEMORY_GB_S, _SLOW_LINK_GB_S)
+        found = Machine("assumed, as its memory's", budget, _SLOW_MEMORY_GB_S, _SLOW_LINK_GB_S)
     if budget is not None and budget > found.vram_nbytes:
         raise ConfigError(
             f"--vram {vram} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
@@ -135,14 +138,16 @@ def _bytes(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}") from error
 
 
-def _commands(facts: ModelFacts, budget: int, context: int, batch: int) -> list[str]:
-    gib = f"{budget / 2**30:.4g}"
+def _commands(
+    facts: ModelFacts, budget: int, context: int, batch: int, kv_nbytes: int
+) -> list[str]:
+    gib, name = f"{budget / 2**30:.4g}", shlex.quote(facts.name)
     found = [
-        f"vllm serve {facts.name} --moe-expert-cache-gib {gib} --max-model-len {context} "
-        f"--max-num-seqs {batch}"
+        f"vllm serve {name} --moe-expert-cache-gib {gib} --max-model-len {context} "
+        f"--max-num-seqs {batch} --kv-cache-memory-bytes {kv_nbytes}"
     ]
     if not facts.is_quantised:  # Transformers would hold them in 16 bits
-        found.append(f"hotexperts run {facts.name} --expert-cache-gib {gib} --context {context}")
+        found.append(f"hotexperts run {name} --expert-cache-gib {gib} --context {context}")
     return found
 
 
@@ -155,11 +160,12 @@ def _table(facts: ModelFacts, machine: Machine, found: Forecast, batch: int) -> 
         ("GPU", _parts(found.gpu_nbytes)),
         ("host", f"{format_bytes(found.host_nbytes)} of experts"),
         ("link", f"{machine.link_gb_s:g} GB/s ({machine.name})"),
+        ("memory", f"{machine.memory_gb_s:g} GB/s"),
         ("hits", f"{_range(found.hit_rate, 100)} %"),
         ("missed", f"{_range(found.missed_gb, 1)} GB a step"),
         ("decode", f"{_range(found.decode_tokens_per_s, 1)} tokens/s, batch {batch}"),
         ("bound", f"{_number(found.bound_tokens_per_s)} tokens/s, with all copies hidden"),
-        ("prefill", f"{found.prefill_tokens_per_s:,.0f} tokens/s"),
+        ("prefill", f"at most {found.prefill_tokens_per_s:,.0f} tokens/s"),
         ("limit", found.limit),
     ):
         table.add_row(name, value)

@@ -106,7 +106,7 @@ def run(
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
         )
-        with _kept(session, expert_cache_state), _served(session, metrics_port):
+        with _served(session, metrics_port), _kept(session, expert_cache_state):
             if interactive:
                 _loop(session)
             else:

@@ -16,6 +16,7 @@ QUERY = {
     "lanes": "pcie.link.width.current",
     "lanes_max": "pcie.link.width.max",
 }
+QUERY_SECONDS = 10  # a driver in trouble may never answer
 GB_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}  # as the standard has it
 GOOD_PART_OF_LINK = 0.75  # of those, after packet headers, copies are expected to reach
 GOOD_PART_OF_COPIES = 0.85  # 0.92 on an H200
@@ -65,21 +66,45 @@ def _gpu(index: int) -> Check:
 
 def query() -> dict[str, str]:
     """What nvidia-smi says of the first GPU; empty where it says nothing."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERY.values())}"]
+    command = ["nvidia-smi", f"--id={_first_id()}", f"--query-gpu={','.join(QUERY.values())}"]
     try:
         done = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=QUERY_SECONDS,
         )
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(QUERY, (part.strip() for part in done.stdout.split(",")), strict=False))
 
 
-def _link(facts: dict[str, str]) -> Check:
+def _first_id() -> str:
+    """What nvidia-smi calls the first GPU that PyTorch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "0"
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+    return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else "0"
+
+
+def _most(facts: dict[str, str]) -> tuple[int, int] | None:
+    """Generation and lanes that the link may have at most; None where nobody says."""
     try:
-        now, most = (int(facts["generation"]), int(facts["lanes"])), None
-        most = (int(facts["generation_max"]), int(facts["lanes_max"]))
+        return int(facts["generation_max"]), int(facts["lanes_max"])
     except (KeyError, ValueError):
+        return None
+
+
+def _link(facts: dict[str, str]) -> Check:
+    most = _most(facts)
+    try:
+        now = int(facts["generation"]), int(facts["lanes"])
+    except (KeyError, ValueError):
+        most = None
+    if most is None:
         return Check(
             "link", Status.YELLOW, "unknown", "nvidia-smi does not say: see what is measured"
         )
@@ -98,8 +123,8 @@ def _link(facts: dict[str, str]) -> Check:
 
 def _measured(facts: dict[str, str]) -> Iterator[Check]:
     copied = copy_gb_s()
-    lane = GB_S_PER_LANE.get(int(facts.get("generation_max", "0") or 0), 0.0)
-    expected = GOOD_PART_OF_LINK * lane * int(facts.get("lanes_max", "0") or 0)
+    generation, lanes = _most(facts) or (0, 0)
+    expected = GOOD_PART_OF_LINK * GB_S_PER_LANE.get(generation, 0.0) * lanes
     values = {"copy_gb_s": copied}
     if copied >= expected:
         yield Check("copies", Status.GREEN, f"{copied:.1f} GB/s to the GPU", values=values)

@@ -18,12 +18,10 @@ from hotexperts.sizing import banks_nbytes, capacity_for_budget
 # CUDA context, libraries and captured graphs, activations and workspaces of 2048 tokens.
 WORKSPACE_NBYTES = 1_200_000_000
 HOST_RESERVE_NBYTES = 2_000_000_000
-PREFILL_TOKENS = 2048  # vLLM's default of a step
+PREFILL_TOKENS = 2048  # of a step; vLLM takes more on large GPUs
 LAYER_MS = 0.06  # of launches and small kernels in a CUDA graph, vLLM on an H200
 PART_OF_LINK = 0.92  # what copies by a kernel reach of the copy engine's rate
-# Recorded routing missed 1.0 to 1.9 times as many experts as the drawn routing does, at an eighth
-# to half of the slots: Qwen3-30B-A3B 1.1, gpt-oss-120b 1.3, granite-3.0 1.4, moe507m 1.9.
-MOST_MISSES = 1.9
+MOST_MISSES = 1.9  # of recorded routing over drawn: docs/decisions/0013-forecasts-are-ranges.md
 _NUM_SEQUENCES, _NUM_TOKENS, _SEED = 24, 100, 7  # of what is drawn
 
 
@@ -40,7 +38,7 @@ class Forecast:
         missed_gb: a decode step, 10^9 bytes.
         decode_tokens_per_s: of all sequences together.
         bound_tokens_per_s: with copies hidden behind compute as far as they can be.
-        prefill_tokens_per_s: of long prompts.
+        prefill_tokens_per_s: of long prompts, at most: computing is not counted.
         limit: what the speed depends on most.
     """
 
@@ -95,7 +93,7 @@ def forecast(
         "banks": banks_nbytes(facts.layers, plan.capacity),
         "context and workspace": WORKSPACE_NBYTES,
     }
-    speed = step(facts, machine, plan.capacity, batch)
+    speed = step(facts, machine, plan.capacity, batch, kv)
     return Forecast(
         plan.capacity,
         plan.reason,
@@ -121,7 +119,7 @@ class Step:
     limit: str
 
 
-def step(facts: ModelFacts, machine: Machine, capacity: int, batch: int) -> Step:
+def step(facts: ModelFacts, machine: Machine, capacity: int, batch: int, kv_nbytes: int) -> Step:
     """What a decode step of so many sequences takes.
 
     Resident time: what is read, at the memory's rate, and a fixed part for each layer. Copies come
@@ -130,7 +128,7 @@ def step(facts: ModelFacts, machine: Machine, capacity: int, batch: int) -> Step
     shape = facts.layers[0]
     demanded, missed = misses(shape.num_experts, shape.top_k, capacity, batch)
     expert_gb = sum(layer.row_nbytes for layer in facts.layers) / 1e9
-    read_gb = facts.other_nbytes / 1e9 + demanded * expert_gb
+    read_gb = (facts.other_nbytes + kv_nbytes) / 1e9 + demanded * expert_gb
     resident_ms = 1e3 * read_gb / machine.memory_gb_s + LAYER_MS * facts.num_layers
     pair = (min(demanded, MOST_MISSES * missed), missed)
     copies = tuple(count * expert_gb for count in pair)

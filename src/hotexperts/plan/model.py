@@ -15,7 +15,9 @@ from hotexperts.sizing import LayerShape
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.", re.ASCII)
+_IS_EXPERT = re.compile(r"\.experts\.|\.block_sparse_moe\.(?:in|out)put_linear\.")
+_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.", re.ASCII)
 _ROW_ALIGNMENT_BYTES = 256
 _KV_ITEM_BYTES = 2
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -57,65 +59,113 @@ def read_facts(folder: Path) -> ModelFacts:
         raise CheckpointError(
             f"{folder}: no such folder: give one with config.json and .safetensors files"
         )
-    config = _config(folder)
-    num_experts, top_k = _first(config, _NUM_EXPERTS), _first(config, _TOP_K)
-    if not num_experts or not top_k:
+    config = _Config(folder / "config.json")
+    num_experts, top_k = config.first(_NUM_EXPERTS), config.first(_TOP_K)
+    if num_experts is None or top_k is None:
         raise UnsupportedModelError(
             f"{folder} is no Mixture-of-Experts model: its config.json has none of "
             f"{', '.join(_NUM_EXPERTS)} with {', '.join(_TOP_K)}"
         )
     sizes = dict(_tensors(folder))
     per_layer = _experts_by_layer(sizes)
-    if not per_layer:
+    if not per_layer or not all(per_layer.values()):
         raise UnsupportedModelError(f"{folder} has no tensors called '...layers.N...experts...'")
-    shapes = tuple(_shape(nbytes, num_experts, top_k) for nbytes in per_layer.values())
+    _check_experts(folder, sizes, num_experts)
     experts = sum(per_layer.values())
     return ModelFacts(
         name=str(folder),
-        layers=shapes,
+        layers=tuple(_shape(nbytes, num_experts, top_k) for nbytes in per_layer.values()),
         other_nbytes=sum(sizes.values()) - experts,
         expert_nbytes=experts,
         kv_nbytes_per_token=_kv_nbytes(config),
-        num_layers=int(config["num_hidden_layers"]),
-        is_quantised="quantization_config" in config,
-        max_positions=_first(config, ("max_position_embeddings",)) or None,
+        num_layers=config.count("num_hidden_layers"),
+        is_quantised="quantization_config" in config.values,
+        max_positions=config.first(("max_position_embeddings",)),
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no object")
-    text = config.get("text_config")
-    merged = config | text if isinstance(text, dict) else config
-    if not isinstance(merged.get("num_hidden_layers"), int):
-        raise CheckpointError(f"{path} has no num_hidden_layers")
-    return merged
+class _Config:
+    """A configuration, that of its text part where it has several, whose numbers are checked."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            config = json.loads(path.read_text())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} holds no object")
+        text = config.get("text_config")
+        self.values: dict[str, Any] = config | text if isinstance(text, dict) else config
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((int(config[n]) for n in names if isinstance(config.get(n), int)), 0)
+    def first(self, names: tuple[str, ...]) -> int | None:
+        """The first of these that is there, at least 1."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise CheckpointError(f"{self.path}: {name} is {value!r:.60}: a count was wanted")
+            return value
+        return None
+
+    def count(self, name: str) -> int:
+        """A number that must be there."""
+        found = self.first((name,))
+        if found is None:
+            raise CheckpointError(f"{self.path} has no {name}")
+        return found
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
     """Names and bytes of all tensors."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no .safetensors: pickle and GGUF are not read")
-    for path in files:
+    for path in _files(folder):
         for name, entry in _header(path).items():
             if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield name, end - begin
+                yield name, _nbytes(path, name, entry)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The checkpoint's files: those that its index names, else all but a second form of them."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        files = [p for p in files if not p.name.startswith("consolidated")] or files
+        if not files:
+            raise CheckpointError(f"{folder} has no .safetensors: pickle and GGUF are not read")
+        return files
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged: {error!r:.80}") from error
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(files)} files, {missing[0]} first: is its "
+            "download complete?"
+        )
+    return files
+
+
+def _nbytes(path: Path, name: str, entry: Any) -> int:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    begin, end = offsets if isinstance(offsets, list) and len(offsets) == 2 else (None, None)
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise CheckpointError(
+            f"{path} is damaged: tensor {name:.80} lies at {offsets!r:.60}, not from a byte to a "
+            "later one"
+        )
+    return end - begin
 
 
 def _header(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file")
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -124,11 +174,21 @@ def _header(path: Path) -> dict[str, Any]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is damaged: its header is no object")
     return header
+
+
+def _check_experts(folder: Path, sizes: Mapping[str, int], num_experts: int) -> None:
+    """Where experts have numbers, whether they are as many as the configuration says."""
+    numbers = [int(found[1]) for name in sizes if (found := _EXPERT.search(name))]
+    if numbers and max(numbers) + 1 != num_experts:
+        raise CheckpointError(
+            f"{folder}: config.json says {num_experts} experts, the files have "
+            f"{max(numbers) + 1}: is the checkpoint whole, and is this its configuration?"
+        )
 
 
 def _experts_by_layer(sizes: Mapping[str, int]) -> dict[int, int]:
@@ -136,7 +196,7 @@ def _experts_by_layer(sizes: Mapping[str, int]) -> dict[int, int]:
     found: dict[int, int] = {}
     for name, nbytes in sizes.items():
         layer = _LAYER.search(name)
-        if layer is not None and ".experts." in name and "shared" not in name:
+        if layer is not None and _IS_EXPERT.search(name) and "shared" not in name:
             found[int(layer[1])] = found.get(int(layer[1]), 0) + nbytes
     return dict(sorted(found.items()))
 
@@ -147,12 +207,12 @@ def _shape(layer_nbytes: int, num_experts: int, top_k: int) -> LayerShape:
     return LayerShape(num_experts, top_k, aligned)
 
 
-def _kv_nbytes(config: Mapping[str, Any]) -> int:
-    layers = int(config["num_hidden_layers"])
-    if config.get("kv_lora_rank"):  # one latent for all heads
-        width = int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
+def _kv_nbytes(config: _Config) -> int:
+    layers, rank = config.count("num_hidden_layers"), config.first(("kv_lora_rank",))
+    if rank is not None:  # one latent for all heads
+        width = rank + (config.first(("qk_rope_head_dim",)) or 0)
     else:
-        heads = int(config.get("num_attention_heads") or 1)
-        head_dim = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
-        width = 2 * int(config.get("num_key_value_heads") or heads) * head_dim
+        heads = config.count("num_attention_heads")
+        head_dim = config.first(("head_dim",)) or config.count("hidden_size") // heads
+        width = 2 * (config.first(("num_key_value_heads",)) or heads) * head_dim
     return layers * width * _KV_ITEM_BYTES
