@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -85,3 +86,32 @@ def test_every_file_in_the_documents_exists(document: Path) -> None:
     missing = {*named, *linked} - {"config.json"}  # a model's
     missing -= {name for name in missing for home in HOMES if (home / name).exists()}
     assert missing == set()
+
+
+def test_tables_and_headlines_are_those_of_the_results() -> None:
+    path = ROOT / "tools/readme_tables.py"
+    spec = importlib.util.spec_from_file_location("readme_tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    made = {
+        "decode": tables.decode_table(),
+        "device": tables.device_table(),
+        "prefill": tables.prefill_table(),
+        "vllm": tables.vllm_table(),
+        "load": tables.load_table(),
+    }
+    readme, policies = README.read_text(), POLICIES.read_text()
+    assert tables.filled(readme, made) == readme
+    assert tables.filled(policies, {"policies": tables.policy_tables()}) == policies
+    head = " ".join(readme.split("## Try it")[0].split())
+    decode = json.loads((ROOT / "bench/results/device-decode.json").read_text())["cases"]
+    vllm = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())["cases"]
+    for said in (
+        f"at {decode['device-6GiB-adv']['tokens_per_s']:.0f} tokens/s this way",
+        f"gives {decode['auto-6GiB']['tokens_per_s']['median']:.2f}",
+        f"takes {vllm['cache']['runs']['32 slots, batch 1']['ms']:.1f} ms a token",
+        f"offload takes {vllm['uva']['runs']['uva, batch 1']['ms']:.1f}",
+    ):
+        assert said in head
