@@ -126,7 +126,7 @@ def device_table() -> str:
         speed = row["tokens_per_s"]
         speed = speed["median"] if isinstance(speed, dict) else speed
         lines.append(
-            f"| {case} | {speed:.1f} | {mean} | {row.get('capacity', '')} "
+            f"| {case} | {speed:.{1 if speed >= 10 else 2}f} | {mean} | {row.get('capacity', '')} "
             f"| {percent(row.get('hit_rate'))} |"
         )
     return "\n".join(lines)
