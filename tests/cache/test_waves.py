@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks, store
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConcurrentUseError, ConfigError
 from hotexperts.policy import POLICIES
@@ -257,3 +257,18 @@ def test_an_empty_call_is_one_empty_wave() -> None:
     provider = CachedWeightProvider(make_store(8), 2)
     assert served(provider, torch.empty(0, 2, dtype=torch.int64)) == []
     assert served(provider, torch.full((2, 2), -1)) == [-1] * 4
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1, 1 << 10, 1 << 20])
+def test_a_store_takes_tensors_of_any_device(
+    device: str, chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CHUNK_NBYTES", chunk_nbytes)
+    tensors = {
+        "w": torch.randn(7, 5, 6).bfloat16(),
+        "scale": torch.arange(7, dtype=torch.float32),
+        "packed": torch.randint(0, 255, (7, 3), dtype=torch.uint8),
+    }
+    found = CPUBackingStore.from_tensors({n: t.to(device) for n, t in tensors.items()})
+    for name, tensor in tensors.items():
+        assert torch.equal(getattr(found.tensors, name), tensor)

@@ -11,6 +11,8 @@ from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 
+CHUNK_NBYTES = 1 << 28  # of device memory beside the tensors, while they are taken
+
 
 class ExpertStore(Protocol):
     """Holds the rows of one layer's experts; reads them, never writes them after loading."""
@@ -71,8 +73,17 @@ class CPUBackingStore:
         """
         layout, num_experts = ExpertLayout.of(tensors)
         store = cls(layout, num_experts, pin=pin)
-        for name, tensor in tensors.items():
-            getattr(store.tensors, name).copy_(tensor.detach())
+        device = next(iter(tensors.values())).device
+        step = num_experts if device.type == "cpu" else max(1, CHUNK_NBYTES // layout.row_nbytes)
+        for first in range(0, num_experts, step):
+            part = {name: tensor[first : first + step] for name, tensor in tensors.items()}
+            rows = store.rows[first : first + step]
+            # Laid out on the device and brought over in one piece: a row of one tensor at a time
+            # would cross the link in small copies through pageable memory.
+            laid_out = rows if device.type == "cpu" else torch.zeros_like(rows, device=device)
+            lay_out(layout, part, laid_out)
+            if laid_out is not rows:
+                rows.copy_(laid_out)
         return store
 
     @classmethod
@@ -104,3 +115,10 @@ class CPUBackingStore:
         """Copy one row, asynchronously where the store is page-locked."""
         for target, source in zip(tensors, self.tensors, strict=True):
             target.copy_(source[expert], non_blocking=self.is_pinned)
+
+
+def lay_out(layout: ExpertLayout, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
+    """Copy stacked tensors `[n, *shape]` into rows, uint8 `[n, row_nbytes]`, of the same device."""
+    views = layout.views(rows)
+    for name, tensor in tensors.items():
+        getattr(views, name).copy_(tensor.detach())
