@@ -239,3 +239,17 @@ def test_the_cost_of_a_step() -> None:
     assert expert_nbytes({"expert_nbytes": 7}, 9.4) == 9_400_000
     with pytest.raises(ConfigError, match="give its 10\\^6 bytes"):
         expert_nbytes({}, 1e-9)
+
+
+def test_what_the_help_lists_without_numpy_is_what_there_is() -> None:
+    """The command line starts without the modules that own these names."""
+    from typing import get_args
+
+    from hotexperts.cli import simulate, trace
+    from hotexperts.simulate import generate, rules
+
+    assert simulate._PROMPTS == rules.PROMPTS
+    assert get_args(rules.Ties) == simulate._TIES
+    assert get_args(rules.Pool) == simulate._POOLS
+    assert get_args(rules.Sequences) == simulate._SEQUENCES
+    assert set(trace._KINDS) == set(generate.GENERATORS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hotexperts.cli import options
 from hotexperts.cli.console import quiet_libraries
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import TextPieces
@@ -50,14 +51,7 @@ def context_length(path: str, wanted: int | None, default: int, *, trust_remote_
     """
     with quiet_libraries():
         config, _ = read_config(path, {"trust_remote_code": trust_remote_code})
-    positions = max_positions(config)
-    if positions is None:
-        return wanted or default
-    if wanted is not None and wanted > positions:
-        raise ConfigError(
-            f"--context is {wanted}, the model has {positions} positions: give at most {positions}"
-        )
-    return wanted or min(default, positions)
+    return options.context(wanted, default, max_positions(config))
 
 
 class Session:

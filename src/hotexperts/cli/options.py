@@ -154,6 +154,34 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def check_output(option: str, name: str) -> None:
+    """Refuse before the long part what could not be written after it.
+
+    Raises:
+        ConfigError: a folder, or a file in one that is not there.
+    """
+    path = Path(name)
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {name}: no such folder: make it, or name another file")
+    if not name or path.is_dir():
+        raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
+
+
+def context(wanted: int | None, default: int, positions: int | None) -> int:
+    """Tokens of prompt and answer: as wanted, or the default, or less where a model has fewer.
+
+    Raises:
+        ConfigError: more is wanted than the model has positions.
+    """
+    if positions is None:
+        return wanted or default
+    if wanted is not None and wanted > positions:
+        raise ConfigError(
+            f"--context is {wanted}, the model has {positions} positions: give at most {positions}"
+        )
+    return wanted or min(default, positions)
+
+
 def check_cache_mode(mode: str, store: Store) -> None:
     """Refuse a mode that is none, or that cannot read from where the experts live.
 

@@ -77,7 +77,7 @@ def plan(
 
         machine, budget = _machine(gpu, vram, link_gb_s, memory_gb_s)
         facts = read_facts(Path(model))
-        tokens = _context(facts, context)
+        tokens = options.context(context, _CONTEXT, facts.max_positions)
         found = forecast(
             facts,
             machine,
@@ -120,15 +120,6 @@ def _machine(
         link_gb_s=link_gb_s or found.link_gb_s, memory_gb_s=memory_gb_s or found.memory_gb_s
     )
     return found, budget or int(0.9 * found.vram_nbytes)
-
-
-def _context(facts: ModelFacts, wanted: int | None) -> int:
-    most = facts.max_positions or _CONTEXT
-    if wanted is not None and facts.max_positions is not None and wanted > most:
-        raise ConfigError(
-            f"--context is {wanted}, the model has {most} positions: give at most {most}"
-        )
-    return wanted or min(_CONTEXT, most)
 
 
 def _bytes(option: str, text: str) -> int:

@@ -85,7 +85,8 @@ def run(
     """
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)
-        _check_state(expert_cache_state)
+        if expert_cache_state is not None:
+            options.check_output("--expert-cache-state", str(expert_cache_state))
         _check(prompt, interactive, as_json, size, policy)
         options.check_cache_mode(cache_mode, expert_store)
         _check_draws(temperature, seed)
@@ -111,18 +112,6 @@ def run(
                 _loop(session)
             else:
                 _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
-
-
-def _check_state(path: Path | None) -> None:
-    """Refuse before the model loads what could not be written after it ran."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--expert-cache-state {path}: no such folder: make it, or name another file"
-        )
-    if path.is_dir():
-        raise ConfigError(f"--expert-cache-state {path} is a folder: name a file in it")
 
 
 @contextmanager

