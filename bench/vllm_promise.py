@@ -2,10 +2,11 @@
 
     python bench/vllm_promise.py --traces DIR --out bench/results/vllm-promise.json
 
-48 layers, random weights, `--moe-expert-cache-gib` at the ceiling. The ceiling is enforced: PyTorch
-may not allocate more, and what the GPU says is in use (context and graphs included) is reported.
-The model's own router routes prefills; in decode, routing is replayed (R1: docs/traces.md).
-Forecasts for slower links: max(time of the resident step, missed bytes over the link).
+48 layers, random weights, loaded once with `--moe-expert-cache-gib` at the lowest ceiling; then the
+slots grow to what each higher one has room for. Ceilings are enforced: PyTorch may not allocate
+more, and what the GPU says is in use (context and graphs included) is reported. Routing is replayed
+(R1: docs/traces.md); prefills use every expert. Forecasts for slower links: missed bytes over the
+link.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ import vllm_decode
 import vllm_engine
 from vllm_engine import Engine
 
-CASES = ("8GiB", "12GiB", "16GiB", "24GiB")
+CASES = ("whole",)
+CEILINGS_GIB = (8, 12, 16, 24)
 SHAPE = {**vllm_engine.QWEN3_30B, "num_hidden_layers": 48}
-KV_NBYTES = 1 << 29
+KV_NBYTES = 1 << 28
 STEPS = {1: (40, 120), 8: (10, 25)}
+CHUNK_TOKENS = 1024  # of a prompt; 2048 leave no room for a token's experts in 8 GiB
 LINKS_GB_S = (12, 26)  # PCIe 3.0 x16 and 4.0 x16, as they are reached
 
 
 def main() -> None:
-    about = {"shape": SHAPE, "kv_bytes": KV_NBYTES}
-    benchmark = cases.Benchmark("vllm-promise", CASES, measure, about, compare, vllm_decode.show)
+    about = {"shape": SHAPE, "kv_bytes": KV_NBYTES, "chunk_tokens": CHUNK_TOKENS}
+    benchmark = cases.Benchmark("vllm-promise", CASES, measure, about, compare, show)
     cases.run(benchmark, cases.parser(__doc__).parse_args())
+
+
+def show(row: cases.Row) -> str:
+    ceilings = [f"\n  {name}: {found}" for name, found in row["ceilings"].items()]
+    return vllm_decode.show(row) + "".join(ceilings)
 
 
 def compare(table: cases.Table) -> dict[str, Any]:
@@ -49,45 +57,74 @@ def compare(table: cases.Table) -> dict[str, Any]:
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
     from device_decode import link
 
-    ceiling = int(case.removesuffix("GiB")) << 30
-    total = torch.cuda.get_device_properties(0).total_memory
     used_before = _used()
-    torch.cuda.set_per_process_memory_fraction(ceiling / total)
     start = time.perf_counter()
+    _enforce(CEILINGS_GIB[0])
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(
-            Path(folder),
-            SHAPE,
-            moe_expert_cache_gib=ceiling / 2**30,
-            gpu_memory_utilization=ceiling / total,
-            kv_cache_memory_bytes=KV_NBYTES,
-            max_model_len=2304,
-            max_num_seqs=8,
-            compilation_config={
-                "cudagraph_capture_sizes": [1, 8],
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-            },
-        )
-    loaded = time.perf_counter() - start
+        engine = Engine(Path(folder), SHAPE, **_options(CEILINGS_GIB[0]))
     row: dict[str, Any] = {
-        "load_seconds": loaded,
-        "caches": engine.caches.describe(),
+        "load_seconds": time.perf_counter() - start,
+        "load_peak_gpu_gb": engine.peak_gpu_gb(),
         "host_bytes": _host_nbytes(),
-        "first_token_ms": [engine.timed_prefill(2000) for _ in range(3)],
+        "link_gb_s": link(),
+        "ceilings": {},
+        "runs": {},
     }
-    ids = vllm_decode.routing(args.traces, SHAPE["num_hidden_layers"])
-    replay = vllm_engine.Replay(engine, ids)
-    engine.clear_graphs()
-    engine.capture_graphs()
-    row["runs"] = vllm_decode.timed(engine, replay, case, (1, 8), True, STEPS)
-    row["gpu_bytes_used"] = _used() - used_before
-    row["peak_gpu_gb"] = engine.peak_gpu_gb()
-    row["link_gb_s"] = link()
+    replay = vllm_engine.Replay(engine, vllm_decode.routing(args.traces, 48))
+    for gib in CEILINGS_GIB:
+        slots = _slots(engine, _enforce(gib))
+        engine.use_slots(slots)
+        label = f"{gib} GiB"
+        row["runs"] |= vllm_decode.timed(engine, replay, label, (1, 8), True, STEPS)
+        row["ceilings"][label] = {"slots": slots, "gpu_bytes_used": _used() - used_before}
     return row
+
+
+def _options(gib: int) -> dict[str, Any]:
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    return {
+        "moe_expert_cache_gib": gib,
+        "gpu_memory_utilization": gib * 2**30 / total,
+        "kv_cache_memory_bytes": KV_NBYTES,
+        "max_model_len": 2304,
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "max_num_seqs": 8,
+        "compilation_config": {
+            "cudagraph_capture_sizes": [1, 8],
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+        },
+    }
+
+
+def _slots(engine: Engine, total_nbytes: int) -> int:
+    """As many a layer as the plug-in gives where this is `--moe-expert-cache-gib`."""
+    from hotexperts.integrations.vllm import budget, caches
+    from hotexperts.sizing import capacity_for_budget
+
+    ours, model = engine.caches, engine.runner.get_model()
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("RoutedExperts"))
+    other = (
+        sum(parameter.nbytes for parameter in model.parameters())
+        + budget.kv_nbytes(engine.config)
+        + budget.workspace_nbytes(engine.config, experts)
+        + budget.CONTEXT_NBYTES
+    )
+    shapes = [caches._shape(store, ours._top_k) for store in ours._stores.values()]
+    return capacity_for_budget(total_nbytes, other, shapes).capacity
+
+
+def _enforce(gib: int) -> int:
+    """PyTorch may not allocate more; in bytes."""
+    import torch
+
+    nbytes = gib << 30
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(nbytes / total)
+    return nbytes
 
 
 def _used() -> int:
