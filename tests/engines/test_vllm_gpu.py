@@ -183,7 +183,12 @@ def test_cached_equals_resident(name: str, tmp_path: Path) -> None:
     engine.use_slots(0)
     expected = runs(engine)
     assert len({token for run in expected for tokens, _ in run for token in tokens}) > 50
-    assert_same(runs(engine), expected, is_exact=name in RUNS_ON_TRITON)
+    again = runs(engine)
+    # Five sequences in a graph for eight: what is computed for the other three is never the same,
+    # and one scale for the whole tensor follows it.
+    unpadded = 1 if name == "fp8-tensor" else len(PROMPTS)
+    assert_same(again[:unpadded], expected[:unpadded], is_exact=name in RUNS_ON_TRITON)
+    assert_same(again, expected, is_exact=name in IS_EXACT)
     for capacity in (16, 8, 5):
         engine.use_slots(capacity)
         assert_same(runs(engine), expected, is_exact=name in IS_EXACT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hotexperts.transformers as hot
+from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
 from integrations import zoo
 
@@ -48,15 +49,13 @@ def test_device_equals_host(size: int, policy: str, checkpoint: Path) -> None:
 def test_picked_pairs_equal_masked_ones(
     algorithm: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long prefill computes with each wave's own pairs, a short one masks the others'."""
-    from hotexperts.integrations.transformers import experts
-
+    """Where the host waits, a wave computes with its own pairs; under capture it masks others'."""
     found = []
-    for most in (0, 10**6):
-        monkeypatch.setattr(experts, "MASKED_MAX_PAIRS", most)
+    for may_wait in (True, False):
+        monkeypatch.setattr(DeviceWeightProvider, "_host_may_wait", lambda self, it=may_wait: it)
         model = load(checkpoint, 3, "device", experts_algorithm=algorithm)
         with torch.no_grad():
-            found.append(model(zoo.sample_ids().to(DEVICE)).logits)
+            found.append(model(zoo.sample_ids(length=70).to(DEVICE)).logits)
     assert torch.equal(found[0], found[1])
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hotexperts.kernels.gather import GatherLayout
-from hotexperts.kernels.gather.naive import fill_bank, gather, places_ahead
+from hotexperts.kernels.gather.naive import fill_bank, gather
 from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout
 from hotexperts.kernels.plan import naive as naive_plan
-from hotexperts.kernels.plan.layout import NUM_COUNTERS, Scalar
+from hotexperts.kernels.plan.layout import NUM_COUNTERS
 from hotexperts.policy import POLICIES
 from hotexperts.residency import Residency
 
@@ -51,9 +51,7 @@ class Layer:
         self.buffer = buffer
         self.kernel = PlanGather(self.layout, self.gather, self.rows, buffer, **options)
 
-    def event(
-        self, ids: torch.Tensor, num_valid: int | None, may_cover_all: bool, **how: Any
-    ) -> None:
+    def event(self, ids: torch.Tensor, num_valid: int | None, **how: Any) -> None:
         top_k = ids.shape[-1]
         flat = ids.flatten().tolist()[: None if num_valid is None else num_valid * top_k]
         counts = {e: flat.count(e) for e in sorted(set(flat)) if e >= 0}
@@ -68,7 +66,6 @@ class Layer:
             self.naive_counters,
             ids,
             num_valid_ids=None if num_valid is None else num_valid * top_k,
-            may_cover_all=may_cover_all,
             **how,
         )
         gather(self.gather, self.rows, self.naive_buffer, plan.experts, plan.slots)
@@ -82,7 +79,7 @@ class Layer:
         remapped = torch.full_like(on_device, -7)
         count = None if num_valid is None else torch.tensor([num_valid], dtype=torch.int32)
         count = count if count is None else count.to(DEVICE)
-        self.kernel(on_device, remapped, count, may_cover_all=may_cover_all, **how)
+        self.kernel(on_device, remapped, count, **how)
         self.check(plan.remapped, remapped, decision)
 
     def check(self, expected: torch.Tensor, remapped: torch.Tensor, decision: Any) -> None:
@@ -94,8 +91,6 @@ class Layer:
         assert self.layout.view(self.naive_state, "slot_of").tolist() == self.ledger.slot_of
         passed = self.layout.view(self.naive_state, "passed")
         bypassed = list(decision.bypassed)
-        if self.naive_state[Scalar.WHOLE]:
-            bypassed = [e for e, slot in enumerate(self.ledger.slot_of) if slot < 0]
         assert (passed >= 0).nonzero().flatten().tolist() == bypassed
 
 
@@ -117,64 +112,48 @@ def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, 
         ids = random_ids(draw, num_experts, num_tokens, k)
         num_valid = draw.choice([None, None, num_tokens, draw.randint(0, num_tokens)])
         limit = draw.choice([0, 0, 1, 8])
-        may_cover_all = draw.random() < 0.2
-        layer.event(ids, num_valid, may_cover_all, evict=draw.random() > 0.1, max_bypassed=limit)
+        layer.event(ids, num_valid, evict=draw.random() > 0.1, max_bypassed=limit)
     assert layer.naive_counters[Counter.CALLS] == NUM_EVENTS
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("num_rows", [1, 5, 8])
 def test_bank_fills_agree(num_rows: int) -> None:
-    """Parts of random events, and fills ahead of them, right and wrong, of two layers."""
+    """Parts of random events, and rows that the host chose."""
     from hotexperts.kernels.gather.launch import BankFill
 
     draw = random.Random(num_rows)
     how: dict[str, Any] = {"num_programs": 3, "num_warps": 4, "block_words": 64}
-    layers = [Layer("lru", 16, 5, num_programs=7, num_warps=4, block_words=64) for _ in range(2)]
+    layer = Layer("lru", 16, 5, num_programs=7, num_warps=4, block_words=64)
     layout = GatherLayout.of((0, 256, 512), (80, 4, 24), 768, num_rows)
-    fills = [BankFill(x.kernel, layout, num_rows, x.rows, **how) for x in layers]
+    fill = BankFill(layer.kernel, layout, num_rows, layer.rows, **how)
     naive_bank = torch.full((layout.buffer_words,), -1, dtype=torch.int32)
-    naive_ledger = torch.tensor([0] + [-1] * num_rows, dtype=torch.int32)
-    bank, ledger = naive_bank.to(DEVICE, copy=True), naive_ledger.to(DEVICE, copy=True)
-    num_ahead = 0
-    for _ in range(NUM_EVENTS):
-        index = draw.randrange(2)
-        layer, ids = layers[index], random_ids(draw, 16, 2, 4)
-        if draw.random() < 0.6:
-            ids = torch.tensor(draw.sample(range(16), 16)).view(4, 4)
-        layer.event(ids, None, True, evict=draw.random() < 0.3, max_bypassed=0)
+    bank = naive_bank.to(DEVICE, copy=True)
+    num_fills = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for event in range(NUM_EVENTS):
+        ids = random_ids(draw, 16, 2, 4)
+        layer.event(ids, None, evict=draw.random() < 0.3, max_bypassed=0)
         part, before = draw.randrange(3), layer.kernel.counters[Counter.COPIES].item()
-        is_ahead = draw.random() < 0.5
         local = torch.full_like(ids, -7).to(DEVICE)
         row_of = torch.full((16,), -7, dtype=torch.int32, device=DEVICE)
-        if is_ahead:
-            slot_of = layer.layout.view(layer.naive_state, "slot_of")
-            whole = bool(layer.naive_state[Scalar.WHOLE])
-            places = places_ahead(slot_of, 5, whole=whole)
-            fills[index].ahead(part, fills[index].whole, bank, ledger)
-        else:
-            places = layer.layout.view(layer.naive_state, "passed").clone()
-            fills[index](part, ids.to(DEVICE), local, row_of, bank, ledger)
-        expected, expected_rows, num_copied = fill_bank(
-            layout,
-            layer.rows.cpu(),
-            naive_bank,
-            naive_ledger,
-            places,
-            ids,
-            part * num_rows,
-            fills[index].first_key,
-        )
-        if is_ahead:
-            num_ahead += num_copied
-        else:
-            assert torch.equal(local.cpu(), expected)
-            assert torch.equal(row_of.cpu(), expected_rows)
+        fill(part, ids.to(DEVICE), local, row_of, bank, num_fills)
+        places = layer.layout.view(layer.naive_state, "passed").clone()
+        rows = layer.rows.cpu()
+        first = part * num_rows
+        expected = fill_bank(layout, rows, naive_bank, num_rows, places, ids, first)
+        assert torch.equal(local.cpu(), expected[0])
+        assert torch.equal(row_of.cpu(), expected[1])
         assert torch.equal(bank.cpu(), naive_bank)
-        assert torch.equal(ledger.cpu(), naive_ledger)
+        chosen = torch.full((16,), -1, dtype=torch.int32)
+        experts = draw.sample(range(16), draw.randint(0, num_rows))
+        chosen[experts] = torch.tensor(draw.sample(range(num_rows), len(experts))).int()
+        fill.rows(chosen.to(DEVICE), bank)
+        fill_bank(layout, rows, naive_bank, num_rows, chosen, ids, 0)
+        assert torch.equal(bank.cpu(), naive_bank)
+        num_copied = int((expected[1] >= 0).sum()) + len(experts)
         assert layer.kernel.counters[Counter.COPIES].item() - before == num_copied
+        assert num_fills.item() == event + 1
         layer.naive_counters[Counter.COPIES] += num_copied
-    assert num_ahead > 0
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotexperts.banks import NUM_BANKS
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore
@@ -175,8 +176,9 @@ class CachedWeightProvider(StreamingProvider):
         banks, residency = self._banks, self.slots.residency
         assert banks is not None, "experts that pass by mean capacity < E, which has banks"
         row_of_hit = {expert: residency.slot_of[expert] for expert in hits}
-        bypassed, size = decision.bypassed, banks.num_rows
-        parts = [bypassed[i : i + size] for i in range(0, len(bypassed), size)]
+        for bank in range(NUM_BANKS):  # kernels may have filled them, of which nobody told
+            banks.ledger.forget(bank)
+        parts = banks.ledger.parts(self.layer, decision.bypassed)
         with self._arriving(decision.admitted) as arrived, banks.lane.ordered():
             placements = residency.apply(decision)
             with banks.lane.copying(0):
@@ -185,13 +187,9 @@ class CachedWeightProvider(StreamingProvider):
             yield from self._through_banks(
                 self._slot_waves(topk_ids, ids, row_of_hit, dict(placements), ready),
                 len(parts),
-                lambda part, bank: banks.fill(bank, self.store, parts[part]),
+                lambda part, bank: banks.fill(bank, self.layer, self.store, parts[part].missing),
                 lambda part, bank: self._wave(
-                    banks.tensors[bank],
-                    topk_ids,
-                    ids,
-                    {expert: row for row, expert in enumerate(parts[part])},
-                    part,
+                    banks.tensors[bank], topk_ids, ids, parts[part].row_of, part
                 ),
             )
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from hotexperts.cache.device_mode import check_device_mode
+from hotexperts.cache.guided import GuidedPrefill
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
-from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
+from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import CheckpointError, ConfigError, ExpertCacheOverflow
 from hotexperts.formats import ExpertLayout
@@ -30,8 +31,9 @@ DISTINCT = 0.8  # of a batch's ids name different experts; 45 to 49 of 64 in tra
 class DeviceWeightProvider(StreamingProvider):
     """Slots, store and policy of one layer; kernels decide and copy.
 
-    Nothing waits for the device and no address changes, so every call can be captured in a CUDA
-    graph: the number of waves follows from the shape of the ids alone.
+    No address changes, and nothing waits for the device but a prefill outside of CUDA graphs
+    (guided.py). Every call can be captured in one: the number of waves then follows from the shape
+    of the ids alone.
 
     Args:
         store: all experts, page-locked where the device is a GPU.
@@ -41,10 +43,12 @@ class DeviceWeightProvider(StreamingProvider):
         banks: as for `CachedWeightProvider`.
         turn: as for `CachedWeightProvider`.
         num_programs: programs that copy; few leave the GPU to compute that runs beside.
+        tells_pairs: where the host waits, results say which pairs they serve.
 
     Attributes:
         next_provider: of the layer that follows in the model. Between two prefill calls the banks
             fill for it before its router has spoken.
+        banks: what it streams through; None where every expert has a slot.
         token_count: of captured calls: later tokens are padding and ask for nothing. None: no
             token is.
 
@@ -65,6 +69,7 @@ class DeviceWeightProvider(StreamingProvider):
         banks: StreamBanks | None = None,
         turn: Turn | None = None,
         num_programs: int = 16,
+        tells_pairs: bool = False,
     ) -> None:
         device = torch.device(device)
         check_device_mode(store.layout, policy, device)
@@ -78,23 +83,26 @@ class DeviceWeightProvider(StreamingProvider):
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
         self.token_count: TokenCount | None = None
-        self._may_have_rows_ahead = False
+        self.tells_pairs = tells_pairs
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
         rows = store.rows.view(torch.int32)
         gather = _gather_layout(store.layout, capacity)
         self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
-        self._slot_of = self.plan.view(self.kernel.state, "slot_of")
-        if self._banks is not None:
+        self.slot_of_on_device = self.plan.view(self.kernel.state, "slot_of")
+        self.passed = self.plan.view(self.kernel.state, "passed")
+        self._waves_by_host = self._copies_by_host = 0
+        self.banks = self._banks
+        self._guided = None if self.banks is None else GuidedPrefill(self)
+        if self.banks is not None:
             self._fill = BankFill(
                 self.kernel,
-                _gather_layout(store.layout, self._banks.num_rows),
-                self._banks.num_rows,
+                _gather_layout(store.layout, self.banks.num_rows),
+                self.banks.num_rows,
                 rows,
                 num_programs=num_programs,
             )
-            self._banks.lane.outlives(self._fill.read_later)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap, enqueued on the current stream.
@@ -111,44 +119,38 @@ class DeviceWeightProvider(StreamingProvider):
             return self._event(topk_ids)
 
     def waves(self, topk_ids: torch.Tensor, *, prefill: bool = False) -> Waves:
-        """One wave over the slots, then as many through the banks as the shape may need.
+        """One wave over the slots, then as many through the banks as are needed.
+
+        That many as the shape may need, where a graph is captured or it is no prefill; else what
+        the plan says, for which the host waits.
 
         Raises:
             ConcurrentUseError: another thread is inside.
         """
         with self._turn.taken():
             num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
-            # Then there are banks waves for all that may be absent.
-            may_cover_all = prefill and topk_ids.numel() >= self.store.num_experts
+            if prefill and num_parts > 0 and self._host_may_wait():
+                assert self._guided is not None, "there are parts only where there are banks"
+                topk_ids = topk_ids.contiguous()
+                yield from self._guided.waves(topk_ids, self._event(topk_ids, evict=False))
+                return
             first = self._event(
-                topk_ids,
-                num_parts=num_parts,
-                evict=not prefill,
-                max_bypassed=max_bypassed,
-                may_cover_all=may_cover_all,
+                topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed
             )
             if num_parts == 0:
                 yield first
             else:
-                yield from self._in_waves(topk_ids, first, num_parts, prefill=prefill)
+                yield from self._in_waves(topk_ids, first, num_parts)
 
-    def pairs_by_part(self, topk_ids: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Positions in the flattened ids that each part of the running call serves, ascending.
+    def fill_rows(self, row_of: torch.Tensor, bank: int) -> None:
+        """Copy experts that the host chose into a bank: int32 `[E]`, -1 for the others."""
+        assert self.banks is not None, "see GuidedPrefill"
+        self._fill.rows(row_of, self.banks.buffers[bank].view(torch.int32))
 
-        The host waits for the plan, once for all parts. For callers that would rather compute
-        with few pairs than with all, outside of graphs.
-        """
-        assert self._banks is not None, "a call in parts has banks"
-        ids, num_rows = topk_ids.flatten(), self._banks.num_rows
-        passed = self.plan.view(self.kernel.state, "passed")
-        is_expert = (ids >= 0) & (ids < self.store.num_experts)
-        place = passed[torch.where(is_expert, ids, 0).long()]
-        part = torch.where(place >= 0, place // num_rows, SLOTS).where(is_expert, SLOTS - 1)
-        most = -(-(self.store.num_experts - self.capacity) // num_rows)
-        numbers = torch.arange(SLOTS - 1, most, device=ids.device)
-        sizes = (part == numbers.unsqueeze(1)).sum(1).tolist()
-        pairs = part.argsort(stable=True).split(sizes)
-        return dict(zip(range(SLOTS - 1, most), pairs, strict=True))
+    def count_by_host(self, *, num_waves: int = 0, num_copies: int = 0) -> None:
+        """Waves and rows that no kernel counts."""
+        self._waves_by_host += num_waves
+        self._copies_by_host += num_copies
 
     @property
     def stats(self) -> CacheStats:
@@ -163,14 +165,14 @@ class DeviceWeightProvider(StreamingProvider):
             misses=counts[Counter.MISSES],
             bypasses=counts[Counter.BYPASSES],
             evictions=counts[Counter.EVICTIONS],
-            waves=counts[Counter.WAVES],
-            bytes_moved=counts[Counter.COPIES] * self.store.layout.nbytes,
+            waves=counts[Counter.WAVES] + self._waves_by_host,
+            bytes_moved=(counts[Counter.COPIES] + self._copies_by_host) * self.store.layout.nbytes,
         )
 
     @property
     def slot_of(self) -> list[int]:
         """Slot of each expert, -1 for none; waits for the device."""
-        return self._slot_of.cpu().tolist()
+        return self.slot_of_on_device.cpu().tolist()
 
     @property
     def slot_tensors(self) -> Any:
@@ -185,6 +187,7 @@ class DeviceWeightProvider(StreamingProvider):
     def reset_stats(self) -> None:
         """Set the counters to zero, in stream order."""
         self.kernel.counters.zero_()
+        self._waves_by_host = self._copies_by_host = 0
 
     def reset(self) -> None:
         """Empty the slots and forget history and counters, in stream order."""
@@ -232,52 +235,28 @@ class DeviceWeightProvider(StreamingProvider):
         count = None if self.token_count is None else self.token_count.of_this_call()
         self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
         part = SLOTS if num_parts else None
-        return ExpertWeightResult(self.tensors, remapped, self._slot_of, part)
+        return ExpertWeightResult(self.tensors, remapped, self.slot_of_on_device, part)
 
-    def _in_waves(
-        self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int, *, prefill: bool
-    ) -> Waves:
-        banks = self._banks
+    def _in_waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int) -> Waves:
+        banks = self.banks
         assert banks is not None, "experts that pass by mean capacity < E, which has banks"
         topk_ids = topk_ids.contiguous()
         local = topk_ids.new_empty(num_parts, *topk_ids.shape)
-        row_of = self._slot_of.new_empty(num_parts, self.store.num_experts)
-        buffers = [buffer.view(torch.int32) for buffer in banks.buffers]
+        row_of = self.slot_of_on_device.new_empty(num_parts, self.store.num_experts)
 
         def fill(part: int, bank: int) -> None:
-            ledger = banks.ledgers[bank]
-            self._fill(part, topk_ids, local[part], row_of[part], buffers[bank], ledger)
+            buffer = banks.buffers[bank].view(torch.int32)
+            num_fills = banks.num_fills[bank : bank + 1]
+            self._fill(part, topk_ids, local[part], row_of[part], buffer, num_fills)
 
         def result(part: int, bank: int) -> ExpertWeightResult:
-            tensors = banks.tensors[bank]
-            return ExpertWeightResult(tensors, local[part], row_of[part], part)
+            return ExpertWeightResult(banks.tensors[bank], local[part], row_of[part], part)
 
-        # What came ahead is there: its banks are wanted again before the slots are.
-        slots_at = NUM_BANKS if prefill and self._may_have_rows_ahead else 0
         with banks.lane.ordered():
-            yield from self._through_banks(
-                iter([first]),
-                num_parts,
-                fill,
-                result,
-                slots_at=slots_at,
-                fill_ahead=self._fill_ahead if prefill and self._may_fill_ahead() else None,
-            )
+            yield from self._through_banks(iter([first]), num_parts, fill, result)
 
-    def _may_fill_ahead(self) -> bool:
-        following = self.next_provider
-        if following is None or following._banks is not self._banks:
-            return False
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-    def _fill_ahead(self, bank: int) -> None:
-        """What the next layer will ask for first, if it asks for nearly all as this one does."""
-        following, banks = self.next_provider, self._banks
-        assert following is not None, "see _may_fill_ahead"
-        assert banks is not None, "see _may_fill_ahead"
-        buffer = banks.buffers[bank].view(torch.int32)
-        following._may_have_rows_ahead = True
-        following._fill.ahead(bank, self._fill.whole, buffer, banks.ledgers[bank])
+    def _host_may_wait(self) -> bool:
+        return not (self.buffer.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _gather_layout(layout: ExpertLayout, num_rows: int) -> GatherLayout:

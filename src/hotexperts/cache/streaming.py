@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hotexperts.banks import NUM_BANKS
 from hotexperts.cache.provider import ExpertWeightProvider, ExpertWeightResult, Waves
 from hotexperts.cache.store import ExpertStore
-from hotexperts.cache.transfer import NUM_BANKS, StreamBanks
+from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError
 from hotexperts.residency import NOWHERE
 from hotexperts.sizing import bank_rows
 from hotexperts.stats import CacheStats
 
+_layers = itertools.count()
 MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
 
 
@@ -29,6 +32,9 @@ class StreamingProvider(ExpertWeightProvider):
         device: where slots and banks live.
         banks: shared by the model's layers; None makes a pair of this layer's own.
         turn: whose turn it is, shared likewise; None makes one.
+
+    Attributes:
+        layer: a number that no other provider has, for the ledger of the banks.
 
     Raises:
         ConfigError: banks of another layout.
@@ -50,6 +56,7 @@ class StreamingProvider(ExpertWeightProvider):
         if turn is None and banks is not None and banks.turn is not None:
             turn = banks.turn
         self.store = store
+        self.layer = next(_layers)
         self._banks = banks
         self._turn = turn or Turn(device)
         if banks is not None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from hotexperts.banks import NUM_BANKS, BankLedger
 from hotexperts.cache.store import ExpertStore
 from hotexperts.cache.turn import Turn
 from hotexperts.formats import ExpertLayout
-
-NUM_BANKS = 2
+from hotexperts.types import Placement
 
 
 class CopyLane:
@@ -121,8 +121,8 @@ class StreamBanks:
 
     Attributes:
         buffers: uint8, one a bank.
-        ledgers: int32 `[1 + num_rows]`, one a bank: which expert of which layer each row holds, for
-            the kernels that fill them.
+        ledger: what the host knows to be in them.
+        num_fills: int32, one a bank: how often kernels filled it, which the host may not know of.
         tensors: named tuples of `[num_rows, *shape]` in them.
         lane: on which the banks are filled.
         turn: of the providers that share the banks.
@@ -136,19 +136,27 @@ class StreamBanks:
         banks = [layout.allocate(num_rows, device) for _ in range(NUM_BANKS)]
         self.buffers = [buffer for buffer, _ in banks]
         self.tensors: list[Any] = [tensors for _, tensors in banks]
-        self.ledgers = [torch.full((1 + num_rows,), -1, dtype=torch.int32) for _ in banks]
-        for ledger in self.ledgers:
-            ledger[0] = 0
-        self.ledgers = [ledger.to(device) for ledger in self.ledgers]
-        self.lane.outlives(self.buffers + self.ledgers)
+        self.ledger = BankLedger(num_rows)
+        self.num_fills = torch.zeros(NUM_BANKS, dtype=torch.int32, device=device)
+        self._fills_known = [0] * NUM_BANKS
+        self.lane.outlives([*self.buffers, self.num_fills])
 
     @property
     def nbytes(self) -> int:
         """Device bytes of both banks."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def fill(self, bank: int, store: ExpertStore, experts: Sequence[int]) -> None:
-        """Copy experts into the first rows of a bank, on the current stream."""
-        self.ledgers[bank][1:].fill_(-1)  # of kernels that fill it too
-        for row, expert in enumerate(experts):
-            store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
+    def fill(
+        self, bank: int, layer: int, store: ExpertStore, placements: Sequence[Placement]
+    ) -> None:
+        """Copy experts of a layer into rows of a bank, on the current stream."""
+        with self.ledger.copying(bank, layer, placements):
+            for expert, row in placements:
+                store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
+
+    def fills_were(self, num_fills: Sequence[int]) -> None:
+        """What `num_fills` said when the host last waited: a bank that changed is unknown."""
+        for bank, (now, before) in enumerate(zip(num_fills, self._fills_known, strict=True)):
+            if now != before:
+                self.ledger.forget(bank)
+        self._fills_known = list(num_fills)

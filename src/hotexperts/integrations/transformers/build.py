@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,9 @@ def attach_stores(
     providers: list[StreamingProvider] = []
     layers: list[CachedExperts] = []
     chosen = choose_mode(options.cache, [store.layout for store in stores], device)
-    make_provider: Any = DeviceWeightProvider if chosen.mode == "device" else CachedWeightProvider
+    make_provider: Any = CachedWeightProvider
+    if chosen.mode == "device":
+        make_provider = partial(DeviceWeightProvider, tells_pairs=True)
     for layer, store in zip(found, stores, strict=True):
         provider = make_provider(
             store,

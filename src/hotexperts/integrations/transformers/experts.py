@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from hotexperts.cache import ExpertWeightProvider, ExpertWeightResult
-from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat
 
 NAME = "hotexperts"
 PREFILL_MIN_TOKENS = 64  # calls of more tokens must not push decode's experts out
-MASKED_MAX_PAIRS = 4096  # beyond, picking each wave's pairs is worth a wait for the plan
 BATCHED_MAX_PAIRS = 64  # batched_mm copies the weights of every pair: only for few
 
 Algorithm: TypeAlias = Literal["auto", "eager", "batched_mm", "grouped_mm"]
@@ -92,23 +90,13 @@ class CachedExperts:
             if algorithm == "eager":
                 return self._sum_by_expert(itertools.chain([first], waves), hidden, index, weights)
             rows = hidden.new_zeros(index.numel(), hidden.shape[-1])
-            pairs_by_part = self._pairs_by_part(first, index)
             for wave in itertools.chain([first], waves):
-                pairs = pairs_by_part[wave.part] if pairs_by_part else wave.pairs
-                if pairs is None:
+                if wave.pairs is None:
                     self._fill_masked(algorithm, wave, hidden, rows)
-                elif pairs.numel() > 0:
-                    self._fill_pairs(algorithm, wave, pairs, hidden, rows)
+                elif wave.pairs.numel() > 0:
+                    self._fill_pairs(algorithm, wave, wave.pairs, hidden, rows)
         weighted = rows * weights.reshape(-1, 1)
         return weighted.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
-
-    def _pairs_by_part(self, first: ExpertWeightResult, index: torch.Tensor) -> Any:
-        """Each wave's pairs, where the host may wait and it is worth it; else None."""
-        is_many = first.pairs is None and index.numel() > MASKED_MAX_PAIRS
-        if not is_many or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        assert isinstance(self.provider, DeviceWeightProvider), "the host's waves have pairs"
-        return self.provider.pairs_by_part(index)
 
     def _fill_pairs(
         self,

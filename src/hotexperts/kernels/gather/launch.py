@@ -9,16 +9,9 @@ import torch
 from hotexperts.kernels.device import current
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan.launch import PlanGather
-from hotexperts.kernels.plan.layout import Counter, Scalar
+from hotexperts.kernels.plan.layout import Counter
 
 BLOCK_IDS = 128
-_num_keys = 0  # one for each expert of each layer, so that a ledger never takes one for another
-
-
-def _new_keys(num_experts: int) -> int:
-    global _num_keys
-    first, _num_keys = _num_keys, _num_keys + num_experts
-    return first
 
 
 class BankFill:
@@ -45,20 +38,15 @@ class BankFill:
         num_warps: int = 8,
         block_words: int = 4096,
     ) -> None:
-        layout, device = plan.layout, plan.state.device
+        layout = plan.layout
         self.num_rows = num_rows
-        self.whole = plan.state[Scalar.WHOLE : Scalar.WHOLE + 1]
         self._passed = layout.view(plan.state, "passed")
-        self._slot_of = layout.view(plan.state, "slot_of")
         self._copies = plan.counters[Counter.COPIES : Counter.COPIES + 1]
         self._rows = rows
-        self.first_key = _new_keys(layout.num_experts)
-        # What a fill ahead goes by: every program of it must see the same.
-        self._seen = torch.zeros(1 + layout.num_experts, dtype=torch.int32, device=device)
+        self._chosen_fills = torch.zeros(1, dtype=torch.int32, device=plan.state.device)
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
             "NUM_EXPERTS": layout.num_experts,
-            "CAPACITY": layout.capacity,
             "NUM_ROWS": num_rows,
             "ROW_WORDS": gather.row_words,
             "ROW_OFFSETS": gather.row_offsets,
@@ -71,11 +59,6 @@ class BankFill:
             "num_warps": num_warps,
         }
 
-    @property
-    def read_later(self) -> list[torch.Tensor]:
-        """What a fill ahead may still read or write when its layer is gone."""
-        return [self._seen, self._passed, self._copies]
-
     def __call__(
         self,
         part: int,
@@ -83,7 +66,7 @@ class BankFill:
         local: torch.Tensor,
         row_of: torch.Tensor,
         bank: torch.Tensor,
-        ledger: torch.Tensor,
+        num_fills: torch.Tensor,
     ) -> None:
         """Enqueue one part on the current stream, after the layer's plan.
 
@@ -94,41 +77,29 @@ class BankFill:
                 serve the pair.
             row_of: int32 `[E]`, written: the same by expert.
             bank: int32, the bank's buffer.
-            ledger: int32 `[1 + num_rows]`, the bank's: 0, then the key of the expert in each row.
+            num_fills: int32 `[1]`, the bank's: one is added.
         """
-        written, num_ids = (local, row_of), topk_ids.numel()
-        self._launch(part, topk_ids, written, self.whole, bank, ledger, num_ids=num_ids)
+        written = local, row_of
+        self._launch(topk_ids, written, self._passed, num_fills, bank, part * self.num_rows)
 
-    def ahead(
-        self, part: int, whole: torch.Tensor, bank: torch.Tensor, ledger: torch.Tensor
-    ) -> None:
-        """Enqueue what the part will be if this layer, too, is asked for nearly all experts.
-
-        Wrong guesses cost their copies and nothing else: the ledger says what is in the bank.
+    def rows(self, row_of: torch.Tensor, bank: torch.Tensor) -> None:
+        """Enqueue copies that the host chose, on the current stream.
 
         Args:
-            part: as above.
-            whole: int32 `[1]`, 1 where the layer before was asked for nearly all experts.
+            row_of: int32 `[E]`, where to, -1 for experts that are not copied.
             bank: as above.
-            ledger: as above.
         """
-        # The layer's next plan, or a reset, may write these while the fill runs.
-        self._seen[:1].copy_(whole)
-        self._seen[1:].copy_(self._slot_of)
-        nothing = self._passed, self._passed
-        self._launch(part, self._passed, nothing, self._seen[:1], bank, ledger, is_ahead=True)
+        nobody, written = row_of[:0], (row_of, row_of)  # which it already says
+        self._launch(nobody, written, row_of, self._chosen_fills, bank, 0)
 
     def _launch(
         self,
-        part: int,
         topk_ids: torch.Tensor,
         written: tuple[torch.Tensor, torch.Tensor],
-        whole: torch.Tensor,
+        places: torch.Tensor,
+        num_fills: torch.Tensor,
         bank: torch.Tensor,
-        ledger: torch.Tensor,
-        *,
-        num_ids: int = 0,
-        is_ahead: bool = False,
+        first: int,
     ) -> None:
         from hotexperts.kernels.gather.triton import fill_bank_kernel
 
@@ -136,16 +107,12 @@ class BankFill:
             fill_bank_kernel[self._grid](
                 topk_ids,
                 *written,
-                self._passed,
-                self._seen[1:],
-                whole,
-                ledger,
+                places,
+                num_fills,
                 self._copies,
                 self._rows,
                 bank,
-                num_ids,
-                part * self.num_rows,
-                self.first_key,
-                AHEAD=is_ahead,
+                topk_ids.numel(),
+                first,
                 **self._constants,
             )

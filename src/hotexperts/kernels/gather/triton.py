@@ -59,24 +59,19 @@ def copy_row(
         )
 
 
-@triton.jit(do_not_specialize=["num_ids", "first", "first_key"])
+@triton.jit(do_not_specialize=["num_ids", "first"])
 def fill_bank_kernel(
     topk_ids,  # [N], int32 or int64
     local,  # [N], same dtype: bank rows, -1 where this part does not serve the pair
-    row_of,  # int32 [E]: the same by expert; if not AHEAD
-    passed,  # int32 [E]: place of an expert among the bypassed, -1 for others; if not AHEAD
-    slot_of,  # int32 [E]: slot of each expert, -1 for none; read if AHEAD
-    whole,  # int32 [1]: 0 has nothing copied; read if AHEAD
-    ledger,  # int32 [1 + NUM_ROWS]: programs that have read it, then the key in each row
+    row_of,  # int32 [E]: the same by expert
+    passed,  # int32 [E]: place of an expert among the bypassed, -1 for others
+    num_fills,  # int32 [1]: counts these launches
     copies,  # int64 [1]: counts the rows copied
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     bank,  # int32, the bank's rows
     num_ids,
     first,  # the part holds the places first, ..., first + NUM_ROWS - 1
-    first_key,  # key of this layer's expert 0
-    AHEAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     ROW_OFFSETS: tl.constexpr,
@@ -91,39 +86,23 @@ def fill_bank_kernel(
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < NUM_EXPERTS
-    if AHEAD:
-        is_absent = (tl.load(slot_of + o_e, mask=m_e, other=0) < 0) & m_e
-        num_absent = tl.sum(is_absent.to(tl.int32))
-        # Free slots would take some of them first.
-        is_useful = (tl.load(whole) != 0) & (num_absent == NUM_EXPERTS - CAPACITY)
-        places = tl.cumsum(is_absent.to(tl.int32), 0) - 1
-        places = tl.where(is_absent & is_useful, places, -1)
-    else:
-        places = tl.load(passed + o_e, mask=m_e, other=-1)
-        for begin in range(i_program * BLOCK_N, num_ids, num_programs * BLOCK_N):
-            o_n = begin + tl.arange(0, BLOCK_N)
-            b_ids = tl.load(topk_ids + o_n, mask=o_n < num_ids, other=-1)
-            is_expert = (b_ids >= 0) & (b_ids < NUM_EXPERTS)
-            b_rows = tl.load(passed + b_ids, mask=is_expert, other=-1) - first
-            is_here = is_expert & (b_rows >= 0) & (b_rows < NUM_ROWS)
-            b_rows = tl.where(is_here, b_rows, -1).to(b_ids.dtype)
-            tl.store(local + o_n, b_rows, mask=o_n < num_ids)
+    places = tl.load(passed + o_e, mask=m_e, other=-1)
+    for begin in range(i_program * BLOCK_N, num_ids, num_programs * BLOCK_N):
+        o_n = begin + tl.arange(0, BLOCK_N)
+        b_ids = tl.load(topk_ids + o_n, mask=o_n < num_ids, other=-1)
+        is_expert = (b_ids >= 0) & (b_ids < NUM_EXPERTS)
+        b_rows = tl.load(passed + b_ids, mask=is_expert, other=-1) - first
+        is_here = is_expert & (b_rows >= 0) & (b_rows < NUM_ROWS)
+        b_rows = tl.where(is_here, b_rows, -1).to(b_ids.dtype)
+        tl.store(local + o_n, b_rows, mask=o_n < num_ids)
 
-    # A row that holds its expert already, from a fill ahead, is left alone.
     is_mine = (places >= first) & (places < first + NUM_ROWS)
-    if not AHEAD:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
-        if i_program == 0:
-            tl.store(row_of + o_e, tl.where(is_mine, places - first, -1), mask=m_e)
-    held = tl.load(ledger + 1 + places - first, mask=is_mine, other=-1)
-    is_copied = is_mine & (held != first_key + o_e)
-    tl.debug_barrier()
-    is_last = tl.atomic_add(ledger, 1, sem="acq_rel") == num_programs - 1
-    if is_last:
-        tl.store(ledger + 1 + places - first, first_key + o_e, mask=is_mine)
-        tl.store(ledger, 0)
-        tl.atomic_add(copies, tl.sum(is_copied.to(tl.int64)), sem="relaxed")
+    if i_program == 0:
+        tl.store(row_of + o_e, tl.where(is_mine, places - first, -1), mask=m_e)
+        tl.atomic_add(num_fills, 1, sem="relaxed")
+        tl.atomic_add(copies, tl.sum(is_mine.to(tl.int64)), sem="relaxed")
     for i_row in range(0, NUM_ROWS):
-        chosen = is_copied & (places == first + i_row)
+        chosen = is_mine & (places == first + i_row)
         expert = tl.sum(tl.where(chosen, o_e, 0))
         row = tl.max(tl.where(chosen, places - first, -1))
         if row >= 0:

@@ -85,7 +85,6 @@ class PlanGather:
         evict: bool = True,
         max_bypassed: int = 0,
         num_waves: int = 1,
-        may_cover_all: bool = False,
     ) -> None:
         """One event, enqueued on the current stream.
 
@@ -98,7 +97,6 @@ class PlanGather:
             evict: False admits into free slots only.
             max_bypassed: as for `Policy.decide`.
             num_waves: what to add to the counter of waves.
-            may_cover_all: a prefill whose banks can take every absent expert: see `covers_all`.
         """
         from hotexperts.kernels.plan.triton import plan_gather_kernel
 
@@ -123,7 +121,6 @@ class PlanGather:
                 max_bypassed,
                 int(evict),
                 num_waves,
-                int(may_cover_all),
                 HAS_NUM_VALID=has_num_valid,
                 HAS_COUNTS=num_ids > MAX_IDS,
                 BLOCK_N=min(32, max(2, _power_of_two(num_ids))),

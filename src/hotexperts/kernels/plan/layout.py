@@ -31,14 +31,6 @@ DEVICE_POLICIES = tuple(sorted(_FIELDS))
 BYPASSING_POLICIES = ("adv", "auto")
 
 
-def covers_all(num_demanded: int, num_experts: int) -> bool:
-    """Whether a prefill asks for so many experts that the banks take all of the absent ones.
-
-    Which those are does not depend on the ids, so the next layer's can be on their way early.
-    """
-    return 10 * num_demanded >= 9 * num_experts
-
-
 def may_bypass(policy: str, num_demanded: int, capacity: int) -> bool:
     """Whether a policy lets a miss pass by of its own will when so many experts are demanded."""
     return policy in BYPASSING_POLICIES and 10 * num_demanded > 6 * capacity
@@ -50,7 +42,6 @@ class Scalar(enum.IntEnum):
     CLOCK = 0  # events so far
     ARRIVED = 1  # programs of the running launch that have read the state; 0 between launches
     USES = 2  # lfu: uses since the counters were halved
-    WHOLE = 15  # 1 where the last event's `passed` covers all absent experts, demanded or not
     WORTH = 3  # adv: from here on, the discounted hits of its seven shadows
 
 
@@ -79,8 +70,7 @@ class PlanLayout:
         policy: one of `DEVICE_POLICIES`.
         slot_of: `[E]`, slot of each expert, -1 for none.
         expert_of: `[capacity]`, expert in each slot, -1 for none.
-        passed: `[E]`, place of an expert among those that the last event bypassed, -1 for others;
-            where a prefill asks for nearly all experts, among all that are absent.
+        passed: `[E]`, place of an expert among those that the last event bypassed, -1 for others.
         fields: the policy's `[E]` fields by name.
         scratch: working memory of a launch, 8-byte aligned, split in the kernel.
         shadow_scratch: the same of adv's shadows.
@@ -147,7 +137,7 @@ class PlanLayout:
             raise CheckpointError(f"{len(words)} words of state, not {self.scratch} of 32 bits")
         state = self.fresh(torch.device("cpu"))
         state[: self.scratch] = torch.tensor(words, dtype=torch.int32)
-        state[Scalar.ARRIVED] = state[Scalar.WHOLE] = 0
+        state[Scalar.ARRIVED] = 0
         self.view(state, "passed").fill_(NOWHERE)
         return state
 

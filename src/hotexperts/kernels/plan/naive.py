@@ -13,7 +13,6 @@ from hotexperts.kernels.plan.layout import (
     Counter,
     PlanLayout,
     Scalar,
-    covers_all,
     may_bypass,
 )
 
@@ -42,7 +41,6 @@ def plan(
     evict: bool = True,
     max_bypassed: int = 0,
     num_waves: int = 1,
-    may_cover_all: bool = False,
 ) -> Plan:
     """One event; changes `state` and `counters` in place.
 
@@ -56,7 +54,6 @@ def plan(
         evict: False admits into free slots only.
         max_bypassed: as for `Policy.decide`.
         num_waves: what to add to the counter of waves.
-        may_cover_all: see `covers_all`.
     """
     num_experts = layout.num_experts
     ids = topk_ids.flatten().long().clone()
@@ -79,10 +76,7 @@ def plan(
     slot_of[victims] = NOWHERE
     slot_of[admitted] = slots.int()
     expert_of[slots] = admitted.int()
-    whole = may_cover_all and covers_all(num_demanded, num_experts)
-    state[Scalar.WHOLE] = int(whole)
-    absent = (slot_of < 0).nonzero().flatten()
-    _note_passed(layout, state, absent if whole else misses[~torch.isin(misses, admitted)])
+    _note_passed(layout, state, misses[~torch.isin(misses, admitted)])
     for counter, amount in {
         Counter.CALLS: 1,
         Counter.HITS: num_demanded - len(misses),

@@ -31,13 +31,10 @@ CLOCK: tl.constexpr = tl.constexpr(0)
 ARRIVED: tl.constexpr = tl.constexpr(1)
 USES: tl.constexpr = tl.constexpr(2)
 WORTH: tl.constexpr = tl.constexpr(3)
-WHOLE: tl.constexpr = tl.constexpr(15)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit(
-    do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "may_cover_all"]
-)
+@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves"])
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
@@ -53,7 +50,6 @@ def plan_gather_kernel(
     max_bypassed,  # misses that may pass by of the policy's own will
     evict,  # 0 admits into free slots only
     num_waves,  # what the call is going to take, for the counters
-    may_cover_all,  # 1: a demand of nearly all experts is one of all
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     POLICY: tl.constexpr,
@@ -198,9 +194,7 @@ def plan_gather_kernel(
                 tl.store(state + USES, uses)
             if POLICY != "lru" and POLICY != "ewma":
                 tl.store(policy_at + NUM_EXPERTS + o_e, second, mask=m_e)
-        whole = (may_cover_all != 0) & (10 * num_demanded >= 9 * NUM_EXPERTS)
-        tl.store(state + WHOLE, whole.to(tl.int32))
-        bypassed = (missed & (admitted == 0)) | (whole & (new_slot_of < 0) & m_e)
+        bypassed = missed & (admitted == 0)
         passed = tl.where(bypassed, tl.cumsum(bypassed.to(tl.int32), 0) - 1, -1)
         tl.store(passed_at + o_e, passed, mask=m_e)
         if num_missed > 0:
