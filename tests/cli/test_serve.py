@@ -1,0 +1,368 @@
+"""`hotexperts serve` as its users meet it: a process, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cli.conftest import Cli
+from hotexperts.cli.serve import DEMO_NAME
+from hotexperts.demo import demo_model_path
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
+
+KEY = "sk-test"
+NAME = "served"
+PROMPT = "def read_file(path):"
+NUM_NEW, CONTEXT, BODY_NBYTES, NUM_REQUESTS = 24, 200, 20_000, 3
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+NUM_LAYERS = 6
+
+
+class Server(NamedTuple):
+    url: str
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def client(self, api_key: str = KEY, **options: Any) -> Any:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options
+        )
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], Any]:
+        """Without OpenAI's client: status, headers, JSON."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, sent)
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        connection.close()
+        return answer.status, dict(answer.getheaders()), found
+
+    def num_calls(self) -> int:
+        """Layer calls so far, by the metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        found = re.search(r'^hotexperts_calls_total\{rank="0"\} (\S+)$', text, flags=re.MULTILINE)
+        assert found is not None
+        return int(float(found[1]))
+
+    def num_calls_at_rest(self) -> int:
+        """The same, once nothing is generated any more."""
+        before, now = -1, self.num_calls()
+        while now != before:
+            time.sleep(0.3)
+            before, now = now, self.num_calls()
+        return now
+
+
+@contextmanager
+def started(*arguments: object, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a server, ready, and its process."""
+    command = [sys.executable, "-m", "hotexperts", "serve", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            found = re.match(r"serving \S+ at (http://\S+)/v1 until Ctrl-C", line)
+            if found is not None:
+                break
+        else:
+            raise RuntimeError(process.stderr.read())
+        yield found[1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model inside, which has no chat template, with one."""
+    path = tmp_path_factory.mktemp("served")
+    shutil.copytree(demo_model_path(), path, dirs_exist_ok=True)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    options = ("--device", "cpu", "--port", 0, "--expert-cache-size", 12, "--context", CONTEXT)
+    limits = ("--max-requests", NUM_REQUESTS, "--max-body", f"{BODY_NBYTES}B")
+    name = ("--served-model-name", NAME, "--engine", "transformers")
+    with started(folder, *options, *limits, *name, HOTEXPERTS_API_KEY=KEY) as (url, process):
+        yield Server(url, process, folder)
+        assert process.poll() is None, "it is still there after everything below"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors.count("\n")) == (0, 1), errors  # the engine's note
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Callable[..., str]:
+    """What `hotexperts run` says to the same prompt."""
+    found: dict[tuple[str, int, bool], str] = {}
+
+    def ask(cli: Cli, prompt: str, num_new: int = NUM_NEW, *, chat: bool = False) -> str:
+        key = (prompt, num_new, chat)
+        if key not in found:
+            options = ("--device", "cpu", "--expert-cache-size", 12, "--json")
+            chosen = "--chat" if chat else "--no-chat"
+            sizes = ("--max-new-tokens", num_new, "--prompt", prompt)
+            found[key] = cli("run", folder, *options, chosen, *sizes).json["text"]
+        return found[key]
+
+    return ask
+
+
+def greedy(num_new: int = NUM_NEW, **more: Any) -> dict[str, Any]:
+    return {"model": NAME, "max_tokens": num_new, "temperature": 0, **more}
+
+
+def text_of(stream: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+def test_completions_say_what_run_says(server: Server, cli: Cli, said: Any) -> None:
+    answer = server.client().completions.create(prompt=PROMPT, **greedy())
+    expected = said(cli, PROMPT)
+    assert "Return the file name" in expected
+    assert answer.choices[0].text == expected
+    assert (answer.model, answer.choices[0].finish_reason) == (NAME, "length")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (7, 24, 31)
+
+
+def test_chat_says_what_run_says(server: Server, cli: Cli, said: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Return the"}]}]
+    create = server.client().chat.completions.create
+    answer = create(messages=messages, **greedy())
+    expected = said(cli, "Return the", chat=True)
+    assert expected.strip()
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    chunks = list(create(messages=messages, stream=True, **greedy()))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].usage == answer.usage
+
+
+def test_a_stream_comes_in_pieces_and_ends_with_the_mark(
+    server: Server, cli: Cli, said: Any
+) -> None:
+    create = server.client().completions.create
+    chunks = list(create(prompt=PROMPT, stream=True, **greedy()))
+    assert len(chunks) > NUM_NEW / 2
+    assert "".join(chunk.choices[0].text for chunk in chunks) == said(cli, PROMPT)
+    assert chunks[-1].usage.completion_tokens == NUM_NEW
+    body = json.dumps(greedy(2, prompt=PROMPT, stream=True)).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.read().endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+def test_streams_at_the_same_time_do_not_mix(server: Server, cli: Cli, said: Any) -> None:
+    prompts = [PROMPT, "import os", "class Cache:"]
+    client = server.client()
+
+    def one(prompt: str) -> str:
+        return text_of(client.completions.create(prompt=prompt, stream=True, **greedy()))
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        found = list(pool.map(one, prompts))
+    assert found == [said(cli, prompt) for prompt in prompts]
+    assert len(set(found)) == len(prompts)
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_shown(server: Server, cli: Cli, said: Any) -> None:
+    expected, stop = said(cli, PROMPT).split("file name")[0], "file name"
+    options = greedy(stop=[stop, "never said"])
+    create = server.client().completions.create
+    answer = create(prompt=PROMPT, **options)
+    assert answer.choices[0].text == expected
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < NUM_NEW
+    chunks = list(create(prompt=PROMPT, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_seed_repeats_what_a_temperature_draws(server: Server, cli: Cli, said: Any) -> None:
+    def draw(seed: int | None) -> str:
+        options = greedy() | {"temperature": 2.0, "seed": seed}
+        return server.client().completions.create(prompt=PROMPT, **options).choices[0].text
+
+    first = draw(3)
+    assert draw(None) != first
+    assert draw(3) == first
+    assert draw(4) != first
+    assert first != said(cli, PROMPT)
+
+
+def test_one_request_too_many_is_told_to_come_again(server: Server, cli: Cli, said: Any) -> None:
+    client = server.client()
+    streams = [
+        client.completions.create(prompt=PROMPT, stream=True, **greedy(180))
+        for _ in range(NUM_REQUESTS)
+    ]
+    with pytest.raises(openai.RateLimitError, match="3 requests are being answered") as caught:
+        client.completions.create(prompt=PROMPT, **greedy(1))
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert server.ask("GET", "/health")[2] == {"status": "ok"}
+    for stream in streams:
+        stream.close()
+    server.num_calls_at_rest()
+    assert client.completions.create(prompt=PROMPT, **greedy()).choices[0].text == said(cli, PROMPT)
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_nothing_is_generated_for_a_client_that_is_gone(
+    is_stream: bool, server: Server, cli: Cli, said: Any
+) -> None:
+    before = server.num_calls_at_rest()
+    create, num_new = server.client().completions.create, CONTEXT - 20
+    if is_stream:
+        with create(prompt=PROMPT, stream=True, **greedy(num_new)) as stream:
+            next(iter(stream))
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            create(prompt=PROMPT, **greedy(num_new) | {"timeout": 0.3})
+    num_calls = server.num_calls_at_rest() - before
+    assert 0 < num_calls < num_new * NUM_LAYERS
+    assert create(prompt=PROMPT, **greedy()).choices[0].text == said(cli, PROMPT)
+
+
+def test_the_context_is_a_limit(server: Server) -> None:
+    create = server.client().completions.create
+    with pytest.raises(openai.BadRequestError, match="more than the context of 200") as caught:
+        create(prompt="x " * 2000, **greedy())
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="7 tokens of prompt and 194 new ones"):
+        create(prompt=PROMPT, stream=True, **greedy(194))
+    assert create(prompt=PROMPT, **greedy(193)).usage.total_tokens == CONTEXT
+    assert create(prompt=PROMPT, model=NAME, temperature=0).usage.completion_tokens == 16
+    messages = [{"role": "user", "content": "x"}]
+    answer = server.client().chat.completions.create(messages=messages, model=NAME, temperature=0)
+    assert answer.usage.total_tokens == CONTEXT or answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "/etc/passwd", "org/model", "../x", f"{NAME}@main"])
+def test_another_model_is_not_looked_for(name: str, server: Server) -> None:
+    client = server.client()
+    for call in (
+        lambda: client.completions.create(prompt=PROMPT, **greedy() | {"model": name}),
+        lambda: client.models.retrieve(name),
+    ):
+        with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
+            call()
+        assert caught.value.code == "model_not_found"
+
+
+def test_the_served_model_is_listed(server: Server) -> None:
+    (listed,) = server.client().models.list().data
+    assert (listed.id, listed.object) == (NAME, "model")
+    assert server.client().models.retrieve(NAME) == listed
+
+
+@pytest.mark.parametrize("key", ["", "sk-tes", "sk-test2"])
+def test_without_the_key_nothing_is_answered(key: str, server: Server) -> None:
+    status, _, found = server.ask("GET", "/v1/models", Authorization=f"Bearer {key}")
+    assert (status, found["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
+        server.client(api_key=key or "x").completions.create(prompt=PROMPT, **greedy())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "the body is no JSON: Expecting property name"),
+        (b"[1]", "the body is no JSON object"),
+        (b'{"model": NaN}', "NaN is not JSON"),
+        (b"[" * 19_000, "the body is no JSON"),
+        (b'{"model": "served", "prompt": "\\ud800"}', "half a character"),
+        (b'{"model": "served"}', "prompt must be one text"),
+        (b"\xff", "the body is no JSON"),
+    ],
+)
+def test_bad_bodies_are_refused(body: bytes, message: str, server: Server) -> None:
+    status, _, found = server.ask("POST", "/v1/completions", body)
+    assert status == 400
+    assert message in found["error"]["message"]
+    assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_a_large_body_is_refused_and_said_so(server: Server) -> None:
+    with pytest.raises(openai.APIStatusError, match="more than 20000 bytes") as caught:
+        server.client().completions.create(prompt="x" * 200_000, **greedy())
+    assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/load_model", {}, 404),
+        ("POST", "/reset", {}, 404),
+        ("POST", "/v1/responses", {}, 404),
+        ("GET", "/docs", {}, 404),
+        ("GET", "/v1/completions", {}, 405),
+        ("POST", "/v1/models", {}, 405),
+        ("GET", "/health", {"Host": "evil.example"}, 403),
+        ("POST", "/v1/completions", {"Content_Type": "text/plain"}, 415),
+    ],
+)
+def test_nothing_else_is_reached(
+    method: str, path: str, headers: dict[str, str], status: int, server: Server
+) -> None:
+    found = server.ask(method, path, b"{}" if method == "POST" else None, **headers)
+    assert found[0] == status
+    assert set(found[2]["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_end_lets_answers_finish_and_saves_the_state(tmp_path: Path, cli: Cli) -> None:
+    """The model inside, with no chat template, by its default name and without a key."""
+    state = tmp_path / "state"
+    options = ("--device", "cpu", "--port", 0, "--expert-cache-size", 12)
+    with started(*options, "--expert-cache-state", state) as (url, process):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        stream = client.completions.create(
+            model=DEMO_NAME, prompt=PROMPT, max_tokens=100, temperature=0, stream=True
+        )
+        first = next(iter(stream)).choices[0].text
+        with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
+            client.chat.completions.create(
+                model=DEMO_NAME, messages=[{"role": "user", "content": "x"}]
+            )
+        process.send_signal(signal.SIGTERM)
+        found = first + text_of(stream)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert f"saved for the next start: {state}" in errors
+    assert state.stat().st_size > 0
+    run = ("run", *options[:2], "--expert-cache-size", 12, "--json", "--prompt", PROMPT)
+    assert found == cli(*run, "--max-new-tokens", 100).json["text"]
