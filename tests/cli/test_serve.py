@@ -366,3 +366,106 @@ def test_an_end_lets_answers_finish_and_saves_the_state(tmp_path: Path, cli: Cli
     assert state.stat().st_size > 0
     run = ("run", *options[:2], "--expert-cache-size", 12, "--json", "--prompt", PROMPT)
     assert found == cli(*run, "--max-new-tokens", 100).json["text"]
+
+
+RECORDER = """
+import json, os, sys
+if __name__ == "__main__":
+    print(json.dumps([sys.argv[1:], os.environ.get("VLLM_API_KEY")]))
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `hotexperts serve` beside a vLLM that says what it was called with."""
+    module = tmp_path / "vllm/entrypoints/cli/main.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(RECORDER)
+    info = tmp_path / "vllm-0.26.0.dist-info/METADATA"
+    info.parent.mkdir()
+    info.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hotexperts", "serve", *map(str, arguments)]
+        variables = os.environ | {"PYTHONPATH": paths} | environment
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    return call
+
+
+def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
+    done = vllm("org/model")
+    found, key = json.loads(done.stdout)
+    expected = ["serve", "org/model", "--host", "127.0.0.1", "--port", "8000", "--dtype", "auto"]
+    expected += ["--moe-expert-cache-size", "auto", "--moe-expert-cache-policy", "adv"]
+    assert (done.returncode, found, key) == (0, expected, None)
+    assert done.stderr.splitlines() == [
+        "note: engine vllm: vLLM 0.26.0 is installed",
+        f"note: vllm {' '.join(expected)}",
+    ]
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    options = ("--host", "0.0.0.0", "--port", 9000, "--served-model-name", "name")
+    options += ("--chat-template", template, "--dtype", "bfloat16", "--context", 512)
+    options += ("--expert-cache-gib", 6.5, "--policy", "lru", "--no-host-memory-check")
+    options += ("--expert-cache-state", tmp_path / "state", "--trust-remote-code")
+    passed = ("--max-num-seqs", "8", "--", "x")
+    done = vllm("org/model", *options, "--", *passed, HOTEXPERTS_API_KEY="secret")
+    found, key = json.loads(done.stdout)
+    expected = ["serve", "org/model", "--host", "0.0.0.0", "--port", "9000"]
+    expected += ["--served-model-name", "name", "--chat-template", str(template)]
+    expected += ["--dtype", "bfloat16", "--max-model-len", "512", "--trust-remote-code"]
+    expected += ["--moe-expert-cache-gib", "6.5", "--moe-expert-cache-policy", "lru"]
+    more = {"state": str(tmp_path / "state"), "check_host_memory": False}
+    expected += ["--moe-expert-cache-options", json.dumps(more), *passed]
+    assert (done.returncode, found, key) == (0, expected, "secret")
+    assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("m", "--device", "cuda:1"), "--device cannot be had with vLLM: leave it out, or take"),
+        (("m", "--max-body", "1MiB", "--cache-mode", "host"), "--cache-mode, --max-body cannot"),
+        (("m", "--", "--host=0.0.0.0"), "--host after '--': hotexperts gives that to vLLM itself"),
+        (("m", "--", "--api_key", "x"), "--api-key after '--'"),
+        (("m", "--host", "0.0.0.0"), "can be reached from other machines: give --api-key"),
+        (("m", "--engine", "transformers", "--", "--x"), "--x after '--' is for vLLM, and"),
+    ],
+)
+def test_what_vllm_cannot_take_is_refused(
+    arguments: tuple[str, ...], message: str, vllm: Any
+) -> None:
+    done = vllm(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
+    """What runs then is seen by what it refuses."""
+    for arguments in ((), ("m", "--engine", "transformers")):
+        done = vllm(*arguments, "--max-body", "0B")
+        assert "note: engine transformers: " in done.stderr
+        assert "error: size '0B' is less than a byte" in done.stderr
+    assert json.loads(vllm("--engine", "vllm").stdout)[0][1] == str(demo_model_path())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines"),
+        (("--api-key", "a b"), "--api-key: give 1 to 512 visible ASCII characters"),
+        (("--max-body", "many"), "size 'many' is not a number with a unit"),
+        (("--engine", "vllm"), "--engine vllm: vLLM is not installed"),
+        (("--chat-template", "no/such"), "no/such: No such file or directory"),
+        (("--policy", "best"), "best"),
+        (("no/such/model", "--engine", "transformers"), "no/such/model"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    arguments: tuple[str, ...], message: str, cli: Cli
+) -> None:
+    result = cli("serve", "--device", "cpu", *arguments)
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err.splitlines()[-1]

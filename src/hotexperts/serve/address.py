@@ -73,7 +73,7 @@ def _in_url(host: str) -> str:
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, tuple[str, ...]]]:
     try:
-        found = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: no such address ({error})") from error
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]

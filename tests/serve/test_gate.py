@@ -1,0 +1,193 @@
+"""The gate around an application that tells what it got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from hotexperts.serve import gate
+from hotexperts.serve.call import CURRENT
+from hotexperts.serve.gate import Gate, Limits
+
+BODY = {"model": "m", "prompt": "hi", "max_tokens": 3}
+LIMITS = Limits("m", body_nbytes=1000, num_requests=1)
+JSON = {"content-type": "application/json", "host": "localhost:8000"}
+
+
+class Inner:
+    """Answers with what it was given; may first wait for something."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.was_cancelled = False
+        self.bodies: list[Any] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            self.bodies.append(json.loads((await receive())["body"]))
+            self.call = CURRENT.get()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        await send({"type": "http.response.start", "status": 200, "headers": scope["headers"]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Client:
+    """One request, whose messages are given by hand."""
+
+    def __init__(
+        self, app: Any, path: str, method: str = "POST", read_seconds: float = 0, **headers: str
+    ) -> None:
+        pairs = {name.replace("_", "-"): value for name, value in (JSON | headers).items()}
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": method,
+            "headers": [(name.encode(), value.encode()) for name, value in pairs.items()],
+        }
+        self.sent: asyncio.Queue[Any] = asyncio.Queue()
+        self.got: list[Any] = []
+        self._read_seconds = read_seconds
+        self.task = asyncio.ensure_future(app(scope, self.sent.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        await asyncio.sleep(self._read_seconds)
+        self.got.append(message)
+
+    def body(self, data: bytes = json.dumps(BODY).encode(), more_body: bool = False) -> None:
+        self.sent.put_nowait({"type": "http.request", "body": data, "more_body": more_body})
+
+    def leave(self) -> None:
+        self.sent.put_nowait({"type": "http.disconnect"})
+
+    async def status(self) -> int:
+        await asyncio.wait_for(self.task, 10)
+        return int(self.got[0]["status"])
+
+
+async def ask(app: Any, path: str = "/v1/completions", **headers: str) -> int:
+    client = Client(app, path, **headers)
+    client.body()
+    return await client.status()
+
+
+def test_only_what_was_checked_is_passed_on() -> None:
+    async def run() -> None:
+        inner = Inner()
+        client = Client(Gate(inner, LIMITS), "/v1/completions", x_request_id="r-1", cookie="c")
+        client.body()
+        assert await client.status() == 200
+        assert inner.bodies == [{"model": "m", "stream": False, "prompt": "hi"}]
+        assert inner.call.sampling.max_tokens == 3
+        assert dict(client.got[0]["headers"]) == {
+            b"content-type": b"application/json",
+            b"x-request-id": b"r-1",
+        }
+
+    asyncio.run(run())
+
+
+def test_keys_and_names_of_hosts() -> None:
+    async def run() -> None:
+        app = Gate(Inner(), Limits("m", 1000, 1, "secret", frozenset({"localhost", "[::1]"})))
+        assert await ask(app) == 401
+        assert await ask(app, authorization="Basic secret") == 401
+        assert await ask(app, authorization="Bearer secre\xe9") == 401
+        assert await ask(app, authorization="bearer secret") == 200
+        assert await ask(app, "/health", method="GET") == 200, "which asks for no key"
+        assert await ask(app, authorization="Bearer secret", host="[::1]:8000") == 200
+        assert await ask(app, authorization="Bearer secret", host="evil.example") == 403
+
+    asyncio.run(run())
+
+
+def test_a_body_is_limited_by_what_comes_not_by_what_is_announced() -> None:
+    async def run() -> None:
+        app = Gate(Inner(), LIMITS)
+        assert await ask(app, content_length="1001") == 413
+        client = Client(app, "/v1/completions")
+        for _ in range(30):
+            client.body(b" " * 100, more_body=True)
+        client.body(b"")
+        assert await client.status() == 413
+        assert client.sent.empty(), "it was read to its end, so that its sender hears why"
+        assert await ask(app) == 200, "and it no longer counts"
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(gate, "_DRAIN_SECONDS", 0.05)
+
+    async def run() -> None:
+        app = Gate(Inner(), LIMITS)
+        client = Client(app, "/v1/completions")
+        client.body(b"{", more_body=True)
+        assert await client.status() == 408
+        client = Client(app, "/v1/completions")
+        client.body(b"{", more_body=True)
+        client.leave()
+        assert await client.status() == 400
+        assert await ask(app) == 200
+
+    asyncio.run(run())
+
+
+def test_who_leaves_makes_room() -> None:
+    async def run() -> None:
+        inner = Inner()
+        inner.go_on.clear()
+        app = Gate(inner, LIMITS)
+        first = Client(app, "/v1/completions")
+        first.body()
+        while not inner.bodies:
+            await asyncio.sleep(0)
+        second = Client(app, "/v1/completions")
+        second.body()
+        assert await second.status() == 429
+        assert (b"retry-after", b"1") in second.got[0]["headers"]
+        assert not inner.call.is_gone.is_set()
+        first.leave()
+        await asyncio.wait_for(first.task, 10)
+        assert inner.call.is_gone.is_set()
+        assert inner.was_cancelled
+        inner.go_on.set()
+        assert await ask(app) == 200
+
+    asyncio.run(run())
+
+
+def test_who_does_not_read_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "SEND_SECONDS", 0.05)
+
+    async def run() -> None:
+        inner = Inner()
+        app = Gate(inner, LIMITS)
+        client = Client(app, "/v1/completions", read_seconds=60)
+        client.body()
+        await asyncio.wait_for(client.task, 10)
+        assert inner.call.is_gone.is_set()
+        assert await ask(app) == 200
+
+    asyncio.run(run())
+
+
+def test_a_fault_behind_is_not_swallowed() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        client = Client(Gate(broken, LIMITS), "/v1/completions")
+        client.body()
+        with pytest.raises(ZeroDivisionError):
+            await client.status()
+
+    asyncio.run(run())
