@@ -105,6 +105,15 @@ class Turns:
         return asked or min(room, sampling.default_tokens or room)
 
 
+def _fitting(parser: Any) -> Any:
+    """None for a parser that does not find where the answer begins: it takes the prompt for it.
+
+    Transformers chooses by the model's type, and the chat template may be another.
+    """
+    begin = [] if parser is None else compat.names().events_to_chunks(parser.initial_events)
+    return None if any(type(item) is str for item in begin) else parser
+
+
 def _generate(
     model: Any, encoded: dict[str, Any], config: Any, streamer: Streamer, call: Call
 ) -> None:
@@ -142,7 +151,7 @@ class Streamer:
 
     Args:
         tokenizer: decodes.
-        parser: splits the text into kinds; None leaves it whole.
+        parser: splits the text into kinds; None, or one that does not fit, leaves it whole.
         config: its `max_new_tokens` becomes None where the answer ends by itself, by which
             Transformers' handlers tell "stop" from "length".
         call: whose stop texts end it, and which `cancel` ends.
@@ -154,6 +163,7 @@ class Streamer:
     def __init__(self, tokenizer: Any, parser: Any, config: Any, call: Call) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        parser = _fitting(parser)
         self._parser = parser
         self._config = config
         self._call = call
