@@ -335,7 +335,6 @@ def test_a_large_body_is_refused_and_said_so(server: Server) -> None:
         ("GET", "/docs", {}, 404),
         ("GET", "/v1/completions", {}, 405),
         ("POST", "/v1/models", {}, 405),
-        ("GET", "/health", {"Host": "evil.example"}, 403),
         ("POST", "/v1/completions", {"Content_Type": "text/plain"}, 415),
     ],
 )
@@ -352,6 +351,9 @@ def test_an_end_lets_answers_finish_and_saves_the_state(tmp_path: Path, cli: Cli
     state = tmp_path / "state"
     options = ("--device", "cpu", "--port", 0, "--expert-cache-size", 12)
     with started(*options, "--expert-cache-state", state) as (url, process):
+        server = Server(url, process, tmp_path)
+        assert server.ask("GET", "/health")[0] == 200
+        assert server.ask("GET", "/health", Host="evil.example")[0] == 403
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         stream = client.completions.create(
             model=DEMO_NAME, prompt=PROMPT, max_tokens=100, temperature=0, stream=True
@@ -463,6 +465,7 @@ def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
         (("--engine", "vllm"), "--engine vllm: vLLM is not installed"),
         (("--chat-template", "no/such"), "no/such: No such file or directory"),
         (("--policy", "best"), "best"),
+        (("--served-model-name", " "), "--served-model-name is empty"),
         (("no/such/model", "--engine", "transformers"), "no/such/model"),
     ],
 )
@@ -472,3 +475,11 @@ def test_what_cannot_be_served_is_refused(
     result = cli("serve", "--device", "cpu", *arguments)
     assert (result.status, result.out) == (2, "")
     assert message in result.err.splitlines()[-1]
+
+
+def test_a_template_that_is_none_is_refused_at_the_start(tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("fine so far\n{% for")
+    result = cli("serve", "--device", "cpu", "--port", 0, "--chat-template", path)
+    assert (result.status, result.out) == (2, "")
+    assert "error: --chat-template: line 2: " in result.err

@@ -116,6 +116,8 @@ def serve(
         options.check_cache_mode(cache_mode, expert_store)
         address.check_access(host, api_key)
         template = _read_template(chat_template)
+        if served_model_name is not None and not served_model_name.strip():
+            raise ConfigError("--served-model-name is empty: give a name, or leave it out")
         options.check_text(served_model_name or "", "--served-model-name")
         if expert_cache_state is not None:
             options.check_output("--expert-cache-state", str(expert_cache_state))
@@ -148,7 +150,7 @@ def serve(
                 parse_bytes(max_body or DEFAULT_BODY),
                 max_requests or DEFAULT_REQUESTS,
                 api_key,
-                address.local_names(host),
+                None if api_key else address.local_names(host),
             ),
             host,
             port,
@@ -244,7 +246,20 @@ def _load(
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if template is not None:
         tokenizer.chat_template = template
+        _check_template(tokenizer)
     load_options |= {"kv_tokens": length, "trust_remote_code": trust_remote_code}
     with console.loading("loading experts") as progress:
         model = load(path, progress=progress, **load_options)
     return Served(name, model, tokenizer, Turns(length))
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Refuse what is no template now, rather than in every chat."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template: line {error.lineno}: {error.message}") from error
+    except TemplateError:  # it wants another beginning of a chat
+        return

@@ -18,6 +18,7 @@ from hotexperts.serve.collect import collect
 from hotexperts.serve.refusal import Refusal
 from hotexperts.serve.turns import Turns, generation_config
 
+_ARGUMENTS = ("messages", "load_audio_from_video", "num_frames")  # the handler gives them
 _ERROR = 'data: {"error"'  # in generated text the quotes would be escaped
 
 
@@ -62,7 +63,7 @@ class Served:
 
     def is_cb_alive(self) -> bool:
         """What `/health` asks."""
-        return True
+        return not self.turns.is_broken
 
     def shutdown(self) -> None:
         """Called at the end; the model is kept for its state to be saved."""
@@ -136,7 +137,7 @@ def _check_template(tokenizer: Any, arguments: dict[str, Any]) -> None:
             "--chat-template FILE",
             param="messages",
         )
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_ARGUMENTS}
     wrong = sorted(taken.intersection(arguments))
     if wrong:
         raise Refusal(400, f"{wrong[0]} is not the template's", param="chat_template_kwargs")

@@ -48,9 +48,13 @@ class Turns:
 
     Args:
         context: tokens of prompt and answer together.
+
+    Attributes:
+        is_broken: the GPU has failed, and no more answers come from this process.
     """
 
     def __init__(self, context: int) -> None:
+        self.is_broken = False
         self._context = context
         self._thread = ThreadPoolExecutor(1, "answers")
 
@@ -83,7 +87,7 @@ class Turns:
         gen_config.max_new_tokens = self._num_new(inputs["input_ids"].shape[-1], call.sampling)
         streamer = Streamer(processor, response_parser, gen_config, call)
         encoded = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        self._thread.submit(_generate, model, encoded, gen_config, streamer, call)
+        self._thread.submit(self._generate, model, encoded, gen_config, streamer, call)
         return streamer.queue, streamer
 
     def close(self) -> None:
@@ -104,6 +108,26 @@ class Turns:
             )
         return asked or min(room, sampling.default_tokens or room)
 
+    def _generate(
+        self, model: Any, encoded: dict[str, Any], config: Any, streamer: Streamer, call: Call
+    ) -> None:
+        """In the thread: one answer, to its end or until nobody waits for it."""
+        if call.is_gone.is_set():
+            return
+        try:
+            if call.sampling.seed is None:
+                torch.seed()
+            else:
+                torch.manual_seed(call.sampling.seed)
+            criteria = StoppingCriteriaList([_Ended(streamer, call)])
+            model.generate(
+                **encoded, generation_config=config, streamer=streamer, stopping_criteria=criteria
+            )
+        except Exception as error:  # the client waits, and the next one wants its turn
+            _log.exception("an answer failed")
+            self.is_broken |= isinstance(error, torch.AcceleratorError)
+            streamer.fail()
+
 
 def _fitting(parser: Any) -> Any:
     """None for a parser that does not find where the answer begins: it takes the prompt for it.
@@ -112,26 +136,6 @@ def _fitting(parser: Any) -> Any:
     """
     begin = [] if parser is None else compat.names().events_to_chunks(parser.initial_events)
     return None if any(type(item) is str for item in begin) else parser
-
-
-def _generate(
-    model: Any, encoded: dict[str, Any], config: Any, streamer: Streamer, call: Call
-) -> None:
-    """In the thread: one answer, to its end or until nobody waits for it."""
-    if call.is_gone.is_set():
-        return
-    try:
-        if call.sampling.seed is None:
-            torch.seed()
-        else:
-            torch.manual_seed(call.sampling.seed)
-        criteria = StoppingCriteriaList([_Ended(streamer, call)])
-        model.generate(
-            **encoded, generation_config=config, streamer=streamer, stopping_criteria=criteria
-        )
-    except Exception:  # whatever happened, the client waits, and the next one wants its turn
-        _log.exception("an answer failed")
-        streamer.fail()
 
 
 class _Ended(StoppingCriteria):
