@@ -373,6 +373,29 @@ def test_an_end_lets_answers_finish_and_saves_the_state(tmp_path: Path, cli: Cli
     assert found == cli(*run, "--max-new-tokens", 100).json["text"]
 
 
+def test_a_second_signal_ends_answers_at_once(folder: Path) -> None:
+    options = ("--device", "cpu", "--port", 0, "--expert-cache-size", 12)
+    with started(folder, *options, "--served-model-name", NAME) as (url, process):
+        create = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="any", max_retries=0
+        ).completions.create
+        stream = iter(create(prompt="import os", stream=True, **greedy(1000)))
+        next(stream)
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(create, prompt="import os", **greedy(1000))
+            time.sleep(0.5)
+            for _ in range(2):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.5)
+            with pytest.raises(openai.InternalServerError, match="the server is ending") as caught:
+                whole.result(timeout=30)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
+
+
 RECORDER = """
 import json, os, sys
 if __name__ == "__main__":

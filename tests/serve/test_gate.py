@@ -157,3 +157,32 @@ def test_a_fault_behind_is_not_swallowed() -> None:
             await client.status()
 
     asyncio.run(run())
+
+
+def test_an_answer_that_is_cut_does_not_look_like_one_that_ended() -> None:
+    """Though what is behind ends its stream in order when it hears that the client is gone."""
+
+    async def orderly(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if scope["path"] == "/v1/completions":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        await receive()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def run() -> None:
+        app = Gate(orderly, Limits("m", 1000, 2))
+        client = Client(app, "/v1/completions")
+        client.body()
+        await begun.wait()
+        begun.clear()
+        other = Client(app, "/v1/chat/completions")
+        other.body(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
+        await begun.wait()
+        app.cut()
+        assert await client.status() == 200
+        assert [message["type"] for message in client.got] == ["http.response.start"]
+        assert await other.status() == 503
+
+    begun = asyncio.Event()
+    asyncio.run(run())

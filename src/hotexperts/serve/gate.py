@@ -62,6 +62,12 @@ class Gate:
         self._app = app
         self._limits = limits
         self._num_requests = 0
+        self._passages: set[_Passage] = set()
+
+    def cut(self) -> None:
+        """End every answer now: a stream breaks off, the others become 503."""
+        for passage in self._passages:
+            passage.cut()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; lifespan events pass."""
@@ -126,7 +132,12 @@ class Gate:
             call = Call(sampling)
             CURRENT.set(call)
             inner = {**scope, "headers": _inner_headers(headers)}
-            await _Passage(self._app, call).run(inner, json.dumps(passed).encode(), receive, send)
+            passage = _Passage(self._app, call)
+            self._passages.add(passage)
+            try:
+                await passage.run(inner, json.dumps(passed).encode(), receive, send)
+            finally:
+                self._passages.remove(passage)
         finally:
             self._num_requests -= 1
 
@@ -180,9 +191,19 @@ class _Passage:
         self._app = app
         self._call = call
         self._gone = asyncio.Event()
+        self._is_cut = self._has_begun = False
+
+    def cut(self) -> None:
+        """End it now."""
+        self._is_cut = True
+        self._gone.set()
 
     async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Pass on, and stop the work where nobody waits for it any more."""
+        """Pass on, and stop the work where nobody waits for it any more.
+
+        Raises:
+            Refusal: it was cut before the answer began.
+        """
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def inner_receive() -> dict[str, Any]:
@@ -192,6 +213,9 @@ class _Passage:
             return {"type": "http.disconnect"}
 
         async def inner_send(message: dict[str, Any]) -> None:
+            if self._gone.is_set():  # an answer that was cut must not look like one that ended
+                return
+            self._has_begun = True
             try:
                 await asyncio.wait_for(send(message), SEND_SECONDS)
             except asyncio.TimeoutError:
@@ -211,6 +235,8 @@ class _Passage:
             await asyncio.gather(work, *others, return_exceptions=True)
         if was_done:
             work.result()
+        elif self._is_cut and not self._has_begun:
+            raise Refusal(503, "the server is ending", retry_after=RETRY_SECONDS)
 
 
 async def _end(receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -22,7 +23,7 @@ def serve(
 ) -> None:
     """Answer until SIGTERM or Ctrl-C; answers under way may then take `GRACE_SECONDS`.
 
-    A second signal ends them at once.
+    A second signal ends them at once, as does the end of that time: streams break off.
 
     Args:
         served: the model.
@@ -31,8 +32,9 @@ def serve(
         announce: called when requests are answered.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of every request
+    gate = Gate(build_app(served), limits)
     config = uvicorn.Config(
-        Gate(build_app(served), limits),
+        gate,
         log_level="warning",
         access_log=False,
         http="h11",
@@ -42,10 +44,10 @@ def serve(
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=_HEADER_NBYTES,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=2 * GRACE_SECONDS,  # for what cutting does not end
     )
     try:
-        _Server(config, announce).run([listener])
+        _Server(config, gate, announce).run([listener])
     finally:
         served.turns.close()
 
@@ -53,17 +55,26 @@ def serve(
 class _Server(uvicorn.Server):
     """Ends without a signal of its own, so that the state can be saved after it."""
 
-    def __init__(self, config: Any, announce: Callable[[], None]) -> None:
+    def __init__(self, config: Any, gate: Gate, announce: Callable[[], None]) -> None:
         super().__init__(config)
+        self._gate = gate
         self._announce = announce
         self._is_ending = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers end, for a while."""
+        timer = self._loop.call_later(GRACE_SECONDS, self._gate.cut)
+        await super().shutdown(sockets)
+        timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT and SIGTERM."""
-        self.force_exit = self._is_ending
+        if self._is_ending:
+            self._loop.call_soon_threadsafe(self._gate.cut)
         self._is_ending = self.should_exit = True
