@@ -68,7 +68,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --constraint $(CONSTRAINTS) --group dev
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[serve]' --group dev
 	touch $@
 
 clean:

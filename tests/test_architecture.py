@@ -8,10 +8,19 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "triton", "safetensors", "accelerate", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "triton",
+    "safetensors",
+    "accelerate",
+    "matplotlib",
+    "fastapi",
+    "uvicorn",
+)
 HELP = """
 from hotexperts.cli.main import main
-for command in ("run", "verify", "simulate", "trace", "doctor", "plan", "top"):
+for command in ("run", "serve", "verify", "simulate", "trace", "doctor", "plan", "top"):
     assert main([command, "--help"]) == 0
 assert main(["--help"]) == main(["--version"]) == 0
 """

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM)
+SERVING = ROOT / "docs/serving.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -26,6 +27,7 @@ HOMES = (  # what names of files may be relative to
     PACKAGE / "kernels/plan",
     PACKAGE / "integrations/transformers",
     PACKAGE / "integrations/vllm",
+    PACKAGE / "serve",
     ROOT / "docs",
 )
 needs_transformers = pytest.mark.skipif(
@@ -54,14 +56,15 @@ def test_python_blocks_run(
 
 def test_every_option_in_the_documents_exists() -> None:
     root = typer.main.get_command(app)
-    commands = ("run", "verify", "simulate", "trace", "doctor", "plan", "top")
+    commands = ("run", "serve", "verify", "simulate", "trace", "doctor", "plan", "top")
     texts = "".join(document.read_text() for document in DOCUMENTS)
     used = re.findall(rf"hotexperts ({'|'.join(commands)})\b([^\n`]*)", texts)
     assert {command for command, _ in used} == set(commands)
     for command, rest in used:
         parameters = root.commands[command].params
         known = {name for p in parameters for name in (*p.opts, *p.secondary_opts)}
-        assert set(re.findall(r"--[a-z-]+", rest)) <= known, (command, rest)
+        ours, _, _ = rest.partition(" -- ")  # the rest is vLLM's
+        assert set(re.findall(r"--[a-z-]+", ours)) <= known, (command, rest)
 
 
 @pytest.mark.transformers

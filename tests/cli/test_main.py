@@ -10,6 +10,7 @@ import pytest
 import hotexperts
 from cli.conftest import Cli
 from hotexperts.cli.main import main
+from hotexperts.serve import compat
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,21 @@ def test_a_missing_library_is_named_with_its_extra(
     assert result.err == (
         f"error: {missing} is not installed: pip install -e '.[transformers]' in the source "
         "folder\n"
+    )
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("missing", ["fastapi", "openai", "uvicorn"])
+def test_what_serving_lacks_is_said_before_the_model_loads(
+    missing: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastapi")
+    compat.names.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", _without(missing, builtins.__import__))
+    result = cli("serve", "somewhere", "--engine", "transformers")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.splitlines()[-1] == (
+        f"error: {missing} is not installed: pip install -e '.[serve]' in the source folder"
     )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cli.conftest import CHARACTERS, Cli, save_tokenizer
 from hotexperts.cli.generate import Session
-from hotexperts.cli.text import TextPieces
+from hotexperts.integrations.transformers.pieces import TextPieces
 from hotexperts.policy import DEFAULT_POLICY
 from integrations import zoo
 

@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,14 @@ def test_the_hooked_names_are_there() -> None:
         check_names(importlib.import_module(name))
 
 
+VLLM_SERVE = (str(Path(sys.executable).parent / "vllm"), "serve")
+HOTEXPERTS_SERVE = (sys.executable, "-m", "hotexperts", "serve")
+
+
 @contextmanager
-def serving(path: Path, *flags: str) -> Iterator[str]:
-    """The address of `vllm serve`, ready."""
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(path), "--port", "8642"]
-    command += ["--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager", *flags]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+def serving(command: Sequence[str], **variables: str) -> Iterator[str]:
+    """The address of a server, ready."""
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **variables}
     server = subprocess.Popen(command, env=environment)
     url = "http://127.0.0.1:8642"
     try:
@@ -136,12 +139,11 @@ def serving(path: Path, *flags: str) -> Iterator[str]:
         server.wait(30)
 
 
-def complete(url: str, path: Path) -> list[str]:
+def complete(url: str, path: Path, key: str = "none") -> list[str]:
     body = {"model": str(path), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
     body |= {"ignore_eos": True, "logprobs": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["logprobs"]["tokens"]
 
@@ -150,7 +152,8 @@ def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
     """Engine and server are processes of their own; the flag reaches them all, and the engine's
     counters come back in the server's metrics."""
     path = checkpoint("qwen3")
-    with serving(path, "--moe-expert-cache-size", "16") as url:
+    flags = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
+    with serving((*VLLM_SERVE, str(path), *flags, "--moe-expert-cache-size", "16")) as url:
         found = complete(url, path)
         time.sleep(1.1)  # counters are published once a second
         complete(url, path)
@@ -160,6 +163,24 @@ def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
     assert float(counters['hotexperts_misses_total{rank="0"}']) > 0
     assert float(counters['hotexperts_hits_total{rank="0"}']) > 0
     assert float(counters['hotexperts_evictions_total{rank="0"}']) == 0
+    expected, _ = generate(path, 0.0)
+    assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
+
+
+def test_hotexperts_serve_is_vllm_s_server(checkpoint: Checkpoint) -> None:
+    """Its options reach vLLM and the plug-in, and what comes after `--` as well."""
+    path = checkpoint("qwen3")
+    options = ("--port", "8642", "--dtype", "bfloat16", "--context", "256")
+    command = (*HOTEXPERTS_SERVE, str(path), *options, "--expert-cache-size", "16")
+    with serving((*command, "--", "--enforce-eager"), HOTEXPERTS_API_KEY="key") as url:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            complete(url, path)
+        found = complete(url, path, "key")
+        time.sleep(1.1)  # counters are published once a second
+        complete(url, path, "key")
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    assert 'hotexperts_misses_total{rank="0"}' in text
     expected, _ = generate(path, 0.0)
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
 

@@ -23,6 +23,7 @@ _EXTRAS = {
     **dict.fromkeys(_LIBRARIES, "transformers"),
     "matplotlib": "plot",
     "prometheus_client": "metrics",
+    **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
 }
 
 

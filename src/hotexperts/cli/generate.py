@@ -12,9 +12,9 @@ import torch
 from hotexperts.cli import options
 from hotexperts.cli.console import quiet_libraries
 from hotexperts.cli.report import Data, stats_data
-from hotexperts.cli.text import TextPieces
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.handle import ExpertCache
+from hotexperts.integrations.transformers.pieces import TextPieces
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.stats import CacheStats, total

@@ -15,6 +15,8 @@ import hotexperts
 from hotexperts.cli.doctor import doctor
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
+from hotexperts.cli.serve import Command as ServeCommand
+from hotexperts.cli.serve import serve
 from hotexperts.cli.simulate import simulate
 from hotexperts.cli.top import top
 from hotexperts.cli.trace import trace
@@ -28,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command(cls=ServeCommand)(serve)
 app.command()(verify)
 app.command()(simulate)
 app.command()(trace)

@@ -1,4 +1,4 @@
-"""Options that `run`, `verify` and `trace` share, and checks that need no torch and no model."""
+"""Options that several commands share, and checks that need no torch and no model."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ CacheGib = Annotated[
     typer.Option(
         metavar="G",
         help="Budget of the whole model in GiB: the same as --expert-cache-size GGiB.",
+        show_default=False,
+    ),
+]
+CacheState = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Start with the experts and the history of this file, if it is there, and save them "
+        "to it at the end.",
         show_default=False,
     ),
 ]

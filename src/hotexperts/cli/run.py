@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hotexperts.cli import console, options, report
+from hotexperts.cli.state import kept
 from hotexperts.config import AUTO, DEFAULT_KV_TOKENS, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
@@ -47,15 +47,7 @@ def run(
     expert_store: options.ExpertStore = options.Store.RAM,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
-    expert_cache_state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Start with the experts and the history of this file, if it is there, and save "
-            "them to it at the end.",
-            show_default=False,
-        ),
-    ] = None,
+    expert_cache_state: options.CacheState = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -107,29 +99,11 @@ def run(
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
         )
-        with _served(session, metrics_port), _kept(session, expert_cache_state):
+        with _served(session, metrics_port), kept(session.cache, expert_cache_state):
             if interactive:
                 _loop(session)
             else:
                 _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
-
-
-@contextmanager
-def _kept(session: Session, path: Path | None) -> Iterator[None]:
-    """Inside, the cache goes on from the file; what it then knows is saved, whatever happens."""
-    if path is None:
-        yield
-        return
-    if path.exists():
-        session.cache.load_state(path)
-        console.note(f"the cache starts as {path} says")
-    else:
-        console.note(f"no {path} yet: the cache starts empty")
-    try:
-        yield
-    finally:
-        session.cache.save_state(path)
-        console.note(f"saved for the next start: {path}")
 
 
 @contextmanager

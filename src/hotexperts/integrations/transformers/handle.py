@@ -105,11 +105,11 @@ class ExpertCache:
             ConfigError: the address cannot be had.
             ModuleNotFoundError: `prometheus_client` is not installed.
         """
-        return MetricsServer(
-            lambda: {0: {name: p.stats.as_dict() for name, p in self._by_name().items()}},
-            port,
-            host,
-        )
+        return MetricsServer(lambda: {0: self.counters()}, port, host)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Each layer's counters, a snapshot."""
+        return {name: provider.stats.as_dict() for name, provider in self._by_name().items()}
 
     def _by_name(self) -> dict[str, StreamingProvider]:
         return dict(zip(self.names, self.providers, strict=True))
