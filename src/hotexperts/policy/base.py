@@ -76,7 +76,8 @@ class Policy(ABC):
         misses = [expert for expert in demand if expert not in resident]
         candidates: list[int] = []
         if evict and len(misses) > free:
-            candidates = sorted((e for e in resident if e not in demanded), key=self._order)
+            candidates = sorted([e for e in resident if e not in demanded])
+            candidates.sort(key=self.eviction_key)  # stable: ties stay in ascending id
         limit = len(misses) if max_bypassed is None else max_bypassed
         admitted = sorted(self.admit(misses, candidates, free, len(demand), limit))
         victims = candidates[: max(0, len(admitted) - free)]
@@ -144,6 +145,3 @@ class Policy(ABC):
 
     def moved(self, admitted: Sequence[int], victims: Sequence[int]) -> None:  # noqa: B027
         """Told what `decide` returns; for policies whose order depends on entry."""
-
-    def _order(self, expert: int) -> tuple[Any, int]:
-        return self.eviction_key(expert), expert
