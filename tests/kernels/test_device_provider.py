@@ -79,9 +79,13 @@ def test_device_equals_host(policy: str) -> None:
 
 
 def counted(provider: DeviceWeightProvider | CachedWeightProvider) -> dict[str, int]:
-    """The counters but for waves, which the host leaves out where they turn out to be empty, and
-    for bytes, of which a prefill of nearly all experts moves a few more."""
+    """The counters but for waves, which the host leaves out where they turn out to be empty, for
+    bytes, of which a prefill of nearly all experts moves a few more, and for what the host alone
+    counts of shadows."""
     found = provider.stats.as_dict()
+    is_hosts = isinstance(provider, CachedWeightProvider) and provider.policy.name == "adv"
+    for name in ("lru_hits", "best_shadow_hits"):
+        assert (found.pop(name, None) is not None) == is_hosts
     assert found.pop("waves") > 0
     assert found.pop("bytes_moved") >= found["misses"] * provider.store.layout.nbytes
     return found

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hotexperts.types import Decision, Event
+
+if TYPE_CHECKING:
+    from hotexperts.policy.shadow import ShadowHits
 
 
 class Policy(ABC):
@@ -114,6 +117,10 @@ class Policy(ABC):
         from hotexperts.policy.state import load_state
 
         load_state(self, state)
+
+    def shadow_hits(self) -> ShadowHits | None:
+        """What its shadow caches would have hit since the reset; None if it has none."""
+        return None
 
     @abstractmethod
     def record(self, event: Event) -> None:
