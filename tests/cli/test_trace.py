@@ -152,10 +152,12 @@ def test_a_cache_that_the_device_manages(
     argv = (*argv, "--device", kernel_device, "--expert-cache-size", 3)
     for mode in ("host", "device"):
         out = tmp_path / f"{mode}.npz"
-        assert cli(*argv, "--cache-mode", mode, "--out", out).status == 0
+        assert cli(*argv, "--cache-mode", mode, "--guesses", "--out", out).status == 0
     host, device = (read_trace(tmp_path / f"{mode}.npz") for mode in ("host", "device"))
     assert np.array_equal(host.ids, device.ids)
     assert len(host.ids) == sum(map(len, PROMPTS)) + 4
+    guesses = [np.load(tmp_path / f"{mode}.npz")["guesses"] for mode in ("host", "device")]
+    assert np.array_equal(*guesses)
 
 
 @uses_a_model
