@@ -19,14 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 import machine
+from drawn import SEED, drawn
 from hotexperts.cli.curves import draw_curves
 from hotexperts.policy import POLICIES
 from hotexperts.simulate.files import read_trace
-from hotexperts.simulate.generate import TraceSize, generate
 from hotexperts.simulate.sweep import Sweep, count_steps, run_sweep
 from hotexperts.simulate.trace import Trace
 
-SEED = 7
 NUM_TUNED_ON = 24  # sequences of moe507m
 BOUNDS = ("belady", "belady-atomic")
 LEFT_OUT = ("random", "static")  # the first knows nothing, the second must be told
@@ -90,14 +89,6 @@ def found(folder: Path | None) -> Iterator[tuple[Case, Trace]]:
         elif folder is not None and (folder / case.file).exists():
             trace = read_trace(folder / case.file)
             yield case, held_out(trace) if case.name == "moe507m" else trace
-
-
-def drawn() -> Trace:
-    """48 sequences of 300 tokens, 4 layers, 8 of 128 experts; all of it decode."""
-    size = TraceSize(num_sequences=48, num_tokens=300, num_layers=4, num_experts=128, top_k=8)
-    ids = np.stack(list(generate("fitted", size, SEED))).reshape(-1, 4, 8)
-    sequences = np.repeat(np.arange(48), 300)
-    return Trace(ids, np.ones(len(ids), np.int32), sequences, {"n_experts": 128})
 
 
 def held_out(trace: Trace) -> Trace:

@@ -91,6 +91,16 @@ def test_every_file_in_the_documents_exists(document: Path) -> None:
     assert missing == set()
 
 
+def test_speeds_of_replays_are_those_of_the_result() -> None:
+    found = json.loads((ROOT / "bench/results/simulate-speed.json").read_text())["policies"]
+    told = " ".join(TRACES.read_text().split())
+    for calls in ("8 of 128, batch 1", "2 of 128, batch 1"):
+        speeds = {name: row[calls]["demands_a_minute"]["median"] for name, row in found.items()}
+        assert ", ".join(f"{v / 1e6:.0f} with `{name}`" for name, v in speeds.items()) in told
+        if calls.startswith("8"):
+            assert min(speeds["lru"], speeds["ewma"], speeds["auto"]) > 1e7
+
+
 def test_tables_and_headlines_are_those_of_the_results() -> None:
     path = ROOT / "tools/readme_tables.py"
     spec = importlib.util.spec_from_file_location("readme_tables", path)

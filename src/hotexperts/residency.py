@@ -73,8 +73,8 @@ class Residency:
         Returns:
             Where each admitted expert is to be copied to, ascending by expert.
         """
-        slots = [s for s in range(self.capacity) if self.expert_of[s] == NOWHERE]
-        slots = slots[: len(decision.admitted) - len(decision.victims)]
+        num_free_used = len(decision.admitted) - len(decision.victims)
+        slots = self._free_slots()[:num_free_used] if num_free_used else []
         slots += [self._remove(victim) for victim in decision.victims]
         placements = [Placement(e, s) for e, s in zip(decision.admitted, slots, strict=True)]
         for expert, slot in placements:
@@ -126,6 +126,9 @@ class Residency:
         occupied = sum(expert != NOWHERE for expert in self.expert_of)
         assert occupied == sum(slot != NOWHERE for slot in self.slot_of), occupied
         assert 0 <= self.num_free <= self.capacity, self.num_free
+
+    def _free_slots(self) -> list[int]:
+        return [s for s in range(self.capacity) if self.expert_of[s] == NOWHERE]
 
     def _put(self, expert: int, slot: int) -> None:
         assert self.slot_of[expert] == NOWHERE, (expert, slot)

@@ -18,6 +18,9 @@ class CacheStats:
         evictions: residents that gave up their slot.
         waves: kernel calls over part of a demand.
         bytes_moved: bytes copied from the store for misses.
+        lru_hits: hits that an LRU cache of as many slots would have had; None where the policy
+            does not count them.
+        best_shadow_hits: likewise of the policy's best shadow cache, in each layer its own.
     """
 
     calls: int = 0
@@ -27,6 +30,8 @@ class CacheStats:
     evictions: int = 0
     waves: int = 0
     bytes_moved: int = 0
+    lru_hits: int | None = None
+    best_shadow_hits: int | None = None
 
     @property
     def demands(self) -> int:
@@ -41,11 +46,12 @@ class CacheStats:
     def reset(self) -> None:
         """Set every counter to zero."""
         for field in fields(self):
-            setattr(self, field.name, 0)
+            setattr(self, field.name, field.default)
 
     def as_dict(self) -> dict[str, int]:
-        """The counters by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The counters by name; those that are not counted are left out."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def total(stats: Iterable[CacheStats]) -> CacheStats:
@@ -53,5 +59,5 @@ def total(stats: Iterable[CacheStats]) -> CacheStats:
     result = CacheStats()
     for one in stats:
         for name, value in one.as_dict().items():
-            setattr(result, name, getattr(result, name) + value)
+            setattr(result, name, (getattr(result, name) or 0) + value)
     return result

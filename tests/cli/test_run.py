@@ -94,7 +94,7 @@ def test_the_report_is_what_the_counters_say(
     stats = data["stats"]
     assert {name: stats[name] for name in cache.stats.as_dict()} == cache.stats.as_dict()
     assert stats["hit_rate"] == pytest.approx(cache.stats.hit_rate)
-    for name in ("hits", "misses", "bytes_moved", "calls"):
+    for name in ("hits", "misses", "bytes_moved", "calls", "lru_hits", "best_shadow_hits"):
         assert stats[name] == sum(layer[name] for layer in data["layers"])
     assert [layer["name"] for layer in data["layers"]] == list(cache.names)
     assert stats["calls"] == 2 * NUM_NEW

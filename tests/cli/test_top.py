@@ -53,6 +53,29 @@ def test_it_watches_until_ctrl_c(url: str, cli: Cli, monkeypatch: pytest.MonkeyP
     assert "%" in result.out.split("75.0%")[1]
 
 
+def test_hits_of_the_shadows_are_shown_where_they_are_counted(cli: Cli) -> None:
+    looks = [0]
+
+    def read() -> dict[int, Any]:
+        looks[0] += 1
+        counts = {"hits": 6, "misses": 4, "lru_hits": 5, "best_shadow_hits": 7}
+        return {0: {"layer": {name: looks[0] * value for name, value in counts.items()}}}
+
+    server = MetricsServer(read)
+    try:
+        found = cli("top", server.url, "--interval", 0.1, "--json").json["0"]
+    finally:
+        server.close()
+    names = ("hit_rate", "lru_hit_rate", "best_hit_rate")
+    assert [found[name] for name in names] == [0.6, 0.5, 0.7]
+    table = command._table(
+        {"0": Rates(**found), "1": rates({}, {"1": {"hits": 1.0}}, 1.0)["1"]}, None
+    )
+    assert [column.header for column in table.columns][1:4] == ["hits", "LRU", "best"]
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1:4] == [["60.0%", "100.0%"], ["50.0%", "-"], ["70.0%", "-"]]
+
+
 def test_a_counter_that_fell_was_reset() -> None:
     before, after = {"0": {"hits": 90.0, "misses": 9.0}}, {"0": {"hits": 4.0, "misses": 12.0}}
     found = rates(before, after, 2.0)["0"]

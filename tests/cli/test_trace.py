@@ -121,6 +121,29 @@ def test_logits_are_those_that_chose(prompts: Path, tmp_path: Path, cli: Cli) ->
 
 
 @uses_a_model
+def test_guesses_are_counted_in_the_last_line(prompts: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "t.npz"
+    argv = ("trace", "--prompts", prompts, "--out", out, *CPU)
+    told = cli(*argv, "--guesses").out
+    found = np.load(out)
+    ids, guesses = found["ids"].astype(int), found["guesses"].astype(int)
+    assert guesses.shape == (*ids.shape[:2], 8)
+    assert (guesses[:, -1] == 255).all()
+    pairs = list(zip(ids[:, 1:].reshape(-1, 4), guesses[:, :-1].reshape(-1, 8), strict=True))
+    rates = [
+        100 * sum(len({*asked} & {*likely[:num]}) for asked, likely in pairs) / (4 * len(pairs))
+        for num in (4, 8)
+    ]
+    assert told.endswith(
+        "4 of 32 experts; guesses of the next layer's experts found "
+        f"{rates[0]:.1f} % with 4 and {rates[1]:.1f} % with 8\n"
+    )
+    assert 50 < rates[0] < rates[1] < 100, "chance finds 12.5 and 25"
+    assert cli(*argv).out.endswith("4 of 32 experts\n")
+    assert "guesses" not in np.load(out)
+
+
+@uses_a_model
 @pytest.mark.interpret
 def test_a_cache_that_the_device_manages(
     saved_model: Path, kernel_device: str, prompts: Path, tmp_path: Path, cli: Cli
@@ -129,10 +152,12 @@ def test_a_cache_that_the_device_manages(
     argv = (*argv, "--device", kernel_device, "--expert-cache-size", 3)
     for mode in ("host", "device"):
         out = tmp_path / f"{mode}.npz"
-        assert cli(*argv, "--cache-mode", mode, "--out", out).status == 0
+        assert cli(*argv, "--cache-mode", mode, "--guesses", "--out", out).status == 0
     host, device = (read_trace(tmp_path / f"{mode}.npz") for mode in ("host", "device"))
     assert np.array_equal(host.ids, device.ids)
     assert len(host.ids) == sum(map(len, PROMPTS)) + 4
+    guesses = [np.load(tmp_path / f"{mode}.npz")["guesses"] for mode in ("host", "device")]
+    assert np.array_equal(*guesses)
 
 
 @uses_a_model
@@ -200,6 +225,13 @@ def test_models_that_cannot_be_recorded(
             "OlmoeForCausalLM does not say where the router logits of model.layers.0.mlp.experts "
             "are: record without logits",
         )
+        assert_one_line(cli(*argv, "--guesses"), "mlp.experts are: record without guesses")
+    with monkeypatch.context() as patch:
+        patch.setattr("hotexperts.integrations.transformers.compat.NORMS_BEFORE_EXPERTS", ())
+        assert_one_line(
+            cli(*argv, "--guesses"),
+            "OlmoeForCausalLM does not name the norm before the router of model.layers.1.mlp.exp",
+        )
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -244,6 +276,7 @@ def test_bad_options(prompts: Path, tmp_path: Path, cli: Cli) -> None:
         ((*recorded, "--expert-cache-size", "0"), "at least 1 slot"),
         ((*recorded, "--tokens", 3), "--tokens is for --synthetic: leave it out"),
         ((*drawn, "--logits"), "--logits is for recording a model: leave it out"),
+        ((*drawn, "--guesses"), "--guesses is for recording a model: leave it out"),
         (("some/model", *drawn), "MODEL is for recording a model"),
         (("--synthetic", "normal", *out), "'normal': choose one of uniform, zipf, phases, fitted"),
         ((*drawn, "--top-k", 200), "200 experts a token of 128: give fewer"),

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_counter_has_a_meaning() -> None:
-    assert set(COUNTERS) == set(CacheStats().as_dict())
+    assert set(COUNTERS) == {field.name for field in fields(CacheStats)}
 
 
 def test_counters_are_read_by_rank_and_strange_files_are_left_alone(folder: Path) -> None:
@@ -92,6 +93,10 @@ def test_a_server_answers_prometheus(folder: Path) -> None:
             text = answer.read().decode()
         assert 'hotexperts_hits_total{rank="0"} 7.0' in text
         assert 'hotexperts_misses_total{rank="0"} 1.0' in text
+        assert "hotexperts_lru_hits" not in text, "nobody counts them"
+        counters["b"]["lru_hits"] = 5
+        with urllib.request.urlopen(server.url) as answer:
+            assert b'hotexperts_lru_hits_total{rank="0"} 5.0' in answer.read()
         port = int(server.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*give another port"):
             exporter.MetricsServer(lambda: {}, port)
@@ -105,5 +110,5 @@ def test_the_dashboard_asks_for_counters_that_exist() -> None:
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
     asked = re.findall(r"hotexperts_(\w+?)_total", json.dumps(dashboard))
     assert set(asked) <= set(COUNTERS)
-    assert {"hits", "misses", "bytes_moved"} <= set(asked)
+    assert {"hits", "misses", "bytes_moved", "lru_hits", "best_shadow_hits"} <= set(asked)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -21,6 +21,7 @@ from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.policy.shadow import ShadowCounter
 from hotexperts.residency import NOWHERE
 from hotexperts.stats import CacheStats
 from hotexperts.types import Decision, Placement
@@ -65,6 +66,7 @@ class CachedWeightProvider(StreamingProvider):
         self.slots = GPUSlotManager(store.layout, store.num_experts, capacity, device, num_staging)
         self.policy = POLICIES.load(policy)(store.num_experts, capacity)
         self._stats = CacheStats()
+        self._shadows = ShadowCounter(self.policy)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap.
@@ -101,7 +103,11 @@ class CachedWeightProvider(StreamingProvider):
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot."""
-        return replace(self._stats)
+        shadows = self._shadows.read()
+        if shadows is None:
+            return replace(self._stats)
+        best = max(shadows.shadows)
+        return replace(self._stats, lru_hits=shadows.lru, best_shadow_hits=best)
 
     @property
     def slot_tensors(self) -> Any:
@@ -116,13 +122,14 @@ class CachedWeightProvider(StreamingProvider):
     def reset_stats(self) -> None:
         """Set the counters to zero; the slots keep their experts."""
         self._stats.reset()
+        self._shadows.reset()
 
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
         with self._turn.taken():
             self.slots.residency.reset()
             self.policy.reset()
-            self._stats.reset()
+            self.reset_stats()
 
     def state(self) -> dict[str, Any]:
         """See `StreamingProvider.state`."""
@@ -133,8 +140,10 @@ class CachedWeightProvider(StreamingProvider):
         """See `StreamingProvider.restore`."""
         with self._turn.taken():
             self.slots.residency.restore(state["slot_of"])
+            counted = self._shadows.read()
             try:
                 self.policy.restore(state["policy"])
+                self._shadows.go_on_from(counted)
                 self._copy_in(state["slot_of"])
             except BaseException:
                 self.slots.residency.reset()

@@ -84,18 +84,22 @@ class Recording:
             "licence": licence,
         }
 
-    def pieces(self, prompts: list[tuple[str, str]], *, with_logits: bool) -> Iterator[Recorded]:
+    def pieces(
+        self, prompts: list[tuple[str, str]], *, with_logits: bool, with_guesses: bool
+    ) -> Iterator[Recorded]:
         """What each prompt and its answer ask for; of one that Ctrl-C breaks off, what came.
 
         Args:
             prompts: where each stands, for errors, and its text.
             with_logits: record the routers' logits as well.
+            with_guesses: record guesses of each next layer's demand as well.
 
         Raises:
             ConfigError: a prompt that cannot be answered; its place is named.
             UnsupportedModelError: routing of a form that cannot be recorded.
         """
-        with RoutingRecorder(self.model, with_logits=with_logits) as recorder:
+        recorder = RoutingRecorder(self.model, with_logits=with_logits, with_guesses=with_guesses)
+        with recorder:
             for place, text in prompts:
                 try:
                     self.session.answer(text, emit=lambda text: None)

@@ -37,11 +37,13 @@ def run_report(data: Data) -> RenderableType:
         ("cache", _cache(data["cache"])),
         ("policy", _policy(data["cache"])),
         ("experts", _experts(data["stats"])),
+        ("shadows", _shadows(data["stats"])),
         ("speed", _speed(data)),
         ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
         ("host", _host_memory(data)),
     ):
-        table.add_row(name, Text(value))
+        if value:
+            table.add_row(name, Text(value))
     return Group(Padding(table, (1, 0)), _layers(data["layers"]))
 
 
@@ -126,6 +128,14 @@ def _experts(stats: Data) -> str:
         f"{_percent(stats['hit_rate'])} hits ({stats['hits']} hits, {stats['misses']} misses, "
         f"{stats['evictions']} evictions), {format_bytes(stats['bytes_moved'])} moved"
     )
+
+
+def _shadows(stats: Data) -> str:
+    """What others would have hit; empty where nobody counts that."""
+    if "lru_hits" not in stats or not (demands := stats["hits"] + stats["misses"]):
+        return ""
+    lru, best = (_percent(stats[name] / demands) for name in ("lru_hits", "best_shadow_hits"))
+    return f"{lru} hits under LRU, {best} under each layer's best shadow"
 
 
 def _speed(data: Data) -> str:

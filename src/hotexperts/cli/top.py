@@ -35,7 +35,9 @@ def top(
 ) -> None:
     """Watch hit rate, copies and waves a layer call until Ctrl-C; with --json look once.
 
-    vLLM's workers publish about once a second: shorter intervals show nothing new.
+    LRU and best: the hits that LRU and the policy's best shadow caches would have had, where a
+    policy with shadows is run by the host. vLLM's workers publish about once a second: shorter
+    intervals show nothing new.
     """
     with console.errors_as_one_line(debug):
         looks = _looks(url, interval)
@@ -57,14 +59,17 @@ def _looks(url: str, interval: float) -> Iterator[dict[str, Rates]]:
 
 
 def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
+    knows_shadows = any(now.lru_hit_rate is not None for now in found.values())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ("rank", "hits", "GB/s", "of link", "missed/s", "passed/s", "evicted/s", "waves")
-    for heading in headings:
+    shadows = ("LRU", "best") if knows_shadows else ()
+    rest = ("GB/s", "of link", "missed/s", "passed/s", "evicted/s", "waves")
+    for heading in ("rank", "hits", *shadows, *rest):
         table.add_column(heading, justify="right")
     for rank, now in sorted(found.items()):
+        others = (now.lru_hit_rate, now.best_hit_rate) if knows_shadows else ()
         table.add_row(
             rank,
-            "-" if now.hit_rate is None else f"{now.hit_rate:.1%}",
+            *map(_percent, (now.hit_rate, *others)),
             f"{now.gb_s:.2f}",
             "-" if link_gb_s is None else f"{now.gb_s / link_gb_s:.0%}",
             f"{now.misses_s:,.0f}",
@@ -73,3 +78,7 @@ def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
             "-" if now.waves is None else f"{now.waves:.2f}",
         )
     return table
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"

@@ -41,6 +41,13 @@ def trace(
     logits: Annotated[
         bool, typer.Option("--logits", help="Record the routers' logits as well.")
     ] = False,
+    guesses: Annotated[
+        bool,
+        typer.Option(
+            "--guesses",
+            help="Record which experts the next layer's router makes of each layer's output, too.",
+        ),
+    ] = False,
     licence: Annotated[
         str,
         typer.Option(metavar="TEXT", help="Of the recording, for its meta data."),
@@ -108,7 +115,7 @@ def trace(
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
         )
-        pieces = recording.pieces(texts, with_logits=logits)
+        pieces = recording.pieces(texts, with_logits=logits, with_guesses=guesses)
         meta = recording.meta(licence)
         _write(path, pieces, len(texts), recording.num_experts, meta)
 
@@ -156,7 +163,7 @@ def _draw(out: str | None, kind: str, numbers: Sequence[int], seed: int) -> None
 
     size = TraceSize(*numbers)
     drawn = generate(kind, size, seed)
-    pieces = ((ids, 1, None) for ids in drawn)
+    pieces = ((ids, 1, None, None) for ids in drawn)
     _write(
         _out(out), pieces, size.num_sequences, size.num_experts, synthetic_meta(kind, size, seed)
     )
@@ -164,27 +171,30 @@ def _draw(out: str | None, kind: str, numbers: Sequence[int], seed: int) -> None
 
 def _write(
     out: Path,
-    pieces: Iterable[Recorded | tuple[Any, int, None]],
+    pieces: Iterable[Recorded | tuple[Any, int, None, None]],
     total: int,
     num_experts: int,
     meta: Mapping[str, Any],
 ) -> None:
-    """Write the ids, phases and logits of each sequence; where they end early, what came."""
+    """Write what each sequence brought; where they end early, what came."""
+    from hotexperts.cli.guessed import Guessed
     from hotexperts.simulate.writer import TraceWriter
 
     stopped: BaseException | None = None
+    guessed = Guessed()
     counting = console.counting("recording", total)
     with TraceWriter(out, num_experts, meta) as writer, counting as on_done:
         try:
-            for seq, (ids, phase, logits) in enumerate(pieces):
-                writer.append(ids, phase, seq, logits=logits)
+            for seq, (ids, phase, logits, guesses) in enumerate(pieces):
+                writer.append(ids, phase, seq, logits=logits, guesses=guesses)
+                guessed.add(ids, guesses)
                 on_done()
         except (Exception, KeyboardInterrupt) as error:
             if not writer.num_tokens:
                 raise
             stopped = error
     tokens, layers, top_k = writer.shape
-    found = f"{out}: {tokens} tokens, {layers} layers, {top_k} of {num_experts} experts"
+    found = f"{out}: {tokens} tokens, {layers} layers, {top_k} of {num_experts} experts{guessed}"
     if isinstance(stopped, KeyboardInterrupt):
         typer.echo(f"stopped; what was recorded is in {found}", err=True)
         raise typer.Exit(_INTERRUPTED)

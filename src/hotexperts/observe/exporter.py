@@ -23,15 +23,17 @@ class Collector:
         self._read = read
 
     def collect(self) -> Iterator[Any]:
-        """One family a counter."""
+        """One family for each counter that somebody counts."""
         from prometheus_client.core import CounterMetricFamily
 
         found = {str(rank): total(counters) for rank, counters in self._read().items()}
         for name, meaning in COUNTERS.items():
             family = CounterMetricFamily(PREFIX + name, meaning, labels=["rank"])
             for rank, sums in found.items():
-                family.add_metric([rank], sums.get(name, 0))
-            yield family
+                if name in sums:
+                    family.add_metric([rank], sums[name])
+            if family.samples:
+                yield family
 
 
 class MetricsServer:

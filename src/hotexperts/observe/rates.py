@@ -24,6 +24,8 @@ class Rates:
         bypasses_s: of them, served without entering the cache.
         evictions_s: experts that left a second.
         waves: kernel calls a layer call; None where there was no call.
+        lru_hit_rate: what LRU would have hit; None where that is not counted, or none demanded.
+        best_hit_rate: likewise what the policy's best shadow caches would have.
     """
 
     hit_rate: float | None
@@ -32,6 +34,8 @@ class Rates:
     bypasses_s: float
     evictions_s: float
     waves: float | None
+    lru_hit_rate: float | None = None
+    best_hit_rate: float | None = None
 
 
 def read_totals(url: str) -> Totals:
@@ -74,12 +78,17 @@ def _rates(before: dict[str, float], after: dict[str, float], seconds: float) ->
         then, now = before.get(name, 0.0), after.get(name, 0.0)
         return now - then if now >= then else now
 
+    def rate(name: str) -> float | None:
+        return new(name) / demands if demands and name in after else None
+
     demands, calls = new("hits") + new("misses"), new("calls")
     return Rates(
-        new("hits") / demands if demands else None,
+        rate("hits"),
         new("bytes_moved") / seconds / 1e9,
         new("misses") / seconds,
         new("bypasses") / seconds,
         new("evictions") / seconds,
         new("waves") / calls if calls else None,
+        rate("lru_hits"),
+        rate("best_shadow_hits"),
     )

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hotexperts.types import Decision, Event
+
+if TYPE_CHECKING:
+    from hotexperts.policy.shadow import ShadowHits
 
 
 class Policy(ABC):
@@ -76,7 +79,8 @@ class Policy(ABC):
         misses = [expert for expert in demand if expert not in resident]
         candidates: list[int] = []
         if evict and len(misses) > free:
-            candidates = sorted((e for e in resident if e not in demanded), key=self._order)
+            candidates = sorted([e for e in resident if e not in demanded])
+            candidates.sort(key=self.eviction_key)  # stable: ties stay in ascending id
         limit = len(misses) if max_bypassed is None else max_bypassed
         admitted = sorted(self.admit(misses, candidates, free, len(demand), limit))
         victims = candidates[: max(0, len(admitted) - free)]
@@ -114,6 +118,10 @@ class Policy(ABC):
 
         load_state(self, state)
 
+    def shadow_hits(self) -> ShadowHits | None:
+        """What its shadow caches would have hit since the reset; None if it has none."""
+        return None
+
     @abstractmethod
     def record(self, event: Event) -> None:
         """Update scores with one event; who is resident is its state before it."""
@@ -144,6 +152,3 @@ class Policy(ABC):
 
     def moved(self, admitted: Sequence[int], victims: Sequence[int]) -> None:  # noqa: B027
         """Told what `decide` returns; for policies whose order depends on entry."""
-
-    def _order(self, expert: int) -> tuple[Any, int]:
-        return self.eviction_key(expert), expert

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hotexperts.policy.base import Policy
 
 
 class LRUShadow:
@@ -52,3 +56,40 @@ class ShadowHits:
     def regret(self) -> int:
         """Hits that the best of the others has more than the real cache; negative: fewer."""
         return max(self.lru, *self.shadows) - self.own
+
+    def __sub__(self, earlier: ShadowHits) -> ShadowHits:
+        """What came after `earlier`."""
+        shadows = zip(self.shadows, earlier.shadows, strict=True)
+        return ShadowHits(
+            self.demands - earlier.demands,
+            self.own - earlier.own,
+            self.lru - earlier.lru,
+            tuple(now - then for now, then in shadows),
+        )
+
+
+class ShadowCounter:
+    """A policy's shadow hits, counted from when it is asked to, as a cache counts its own hits.
+
+    Args:
+        policy: whose; one without shadows counts nothing.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self._start = self._policy.shadow_hits()
+
+    def read(self) -> ShadowHits | None:
+        """What was counted; None where the policy has no shadows."""
+        now = self._policy.shadow_hits()
+        return None if now is None or self._start is None else now - self._start
+
+    def go_on_from(self, counted: ShadowHits | None) -> None:
+        """After the policy took over another one's history, whose hits are not this cache's."""
+        self.reset()
+        if self._start is not None and counted is not None:
+            self._start = self._start - counted

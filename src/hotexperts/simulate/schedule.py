@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, get_args
-
-import numpy as np
 
 from hotexperts.errors import ConfigError
 from hotexperts.simulate.rules import Ties
@@ -92,17 +90,15 @@ def layer_calls(
         layers: whose calls, ascending.
         ties: "listed" keeps the router's order in the demand.
     """
+    rows_of = {layer: trace.ids[:, layer].tolist() for layer in layers}
     for step in steps:
-        for layer in layers:
-            ids = trace.ids[step.tokens, layer]
-            demand, first, counts = np.unique(
-                ids[ids != NOT_RECORDED], return_index=True, return_counts=True
-            )
-            if ties == "listed":
-                order = np.argsort(first)
-                demand, counts = demand[order], counts[order]
-            if len(demand):
-                yield LayerCall(demand.tolist(), counts.tolist(), step.counted, step.evict, layer)
+        for layer, rows in rows_of.items():
+            counts = Counter(chain.from_iterable([rows[token] for token in step.tokens]))
+            del counts[NOT_RECORDED]
+            demand = list(counts) if ties == "listed" else sorted(counts)
+            if demand:
+                tokens = [counts[expert] for expert in demand]
+                yield LayerCall(demand, tokens, step.counted, step.evict, layer)
 
 
 def cut_at_ends(trace: Trace, steps: list[Step]) -> list[list[Step]]:

@@ -76,7 +76,8 @@ class TraceWriter:
             phase: 0 prefill, 1 decode; one for all tokens, or one for each.
             seq: number of the sequence, likewise.
             logits: the router's, `[(token,) layer, expert]`, kept as float32.
-            guesses: ids guessed beforehand, `[(token,) layer, k]`, as `ids`.
+            guesses: `[(token,) layer, guess]`, ids as in `ids`: in row l what is expected of layer
+                l + 1 once layer l is done, the likeliest first; the last row, of no layer, is -1.
 
         Raises:
             TraceError: the arrays do not fit together or what came before, hold a value that means

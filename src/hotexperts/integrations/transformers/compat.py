@@ -38,6 +38,14 @@ SENTINEL_FLAG = "_is_expert_parallel"
 SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 # Classes whose own loop adds up in another dtype than its input's.
 SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
+# What decoder layers call the norm that feeds their router, the name that says more first.
+NORMS_BEFORE_EXPERTS = (
+    "pre_mlp_layernorm",
+    "pre_ff_layernorm",
+    "ffn_norm",
+    "post_attention_layernorm",
+    "norm",
+)
 COMPUTES_IN_FLOAT32 = frozenset({"OpenAIPrivacyFilterExperts"})
 SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts", "Inkling2LoopExperts"}) | COMPUTES_IN_FLOAT32
 

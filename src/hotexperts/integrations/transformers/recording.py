@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
-from hotexperts.integrations.transformers import compat
+from hotexperts.integrations.transformers.guessing import Guesser
+from hotexperts.integrations.transformers.routers import Router, find_router
 
 _FIRST_ROWS = 1024
 _NOT_RECORDED = -1
@@ -29,11 +30,14 @@ class Recorded(NamedTuple):
         phase: `[token]`, 0 prefill, 1 decode.
         logits: `[token, layer, expert]`, float32; NaN where a layer has fewer experts; None where
             they were not asked for.
+        guesses: `[token, layer, guess]`, int32; row l is guessed at layer l, before layer l + 1
+            asks, the likeliest first; -1 in the last layer; None likewise.
     """
 
     ids: npt.NDArray[np.int32]
     phase: npt.NDArray[np.int32]
-    logits: npt.NDArray[np.float32] | None
+    logits: npt.NDArray[np.float32] | None = None
+    guesses: npt.NDArray[np.int32] | None = None
 
 
 class RoutingRecorder:
@@ -46,17 +50,25 @@ class RoutingRecorder:
     Args:
         model: with an `expert_cache`.
         with_logits: record the routers' logits as well.
+        with_guesses: record what the next layer's router makes of each layer's output, too: twice
+            as many experts as the layer asks for.
 
     Raises:
-        UnsupportedModelError: `with_logits`, and the model's class does not say where they are.
+        UnsupportedModelError: `with_logits`, and the model's class does not say where they are;
+            `with_guesses`, and the next layer's router or the norm before it is not found.
     """
 
-    def __init__(self, model: Any, *, with_logits: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, with_logits: bool = False, with_guesses: bool = False
+    ) -> None:
         self._model = model
         modules = [model.get_submodule(name) for name in model.expert_cache.names]
         self._ids = [_Rows(name, torch.int32) for name in model.expert_cache.names]
         self._logits = [_Rows(name) for name in model.expert_cache.names if with_logits]
         self._routers = [find_router(model, m) for m in modules] if with_logits else []
+        self._guessers = Guesser.of_layers(model, modules) if with_guesses else []
+        self._guesses = [_Rows(guesser.name, torch.int32) for guesser in self._guessers]
+        self._rows = [*self._ids, *self._logits, *self._guesses]
         self._experts = modules
         self._handles: list[Any] = []
         self._steps: list[int] = []  # tokens of each complete pass
@@ -71,6 +83,11 @@ class RoutingRecorder:
             hooks.append(module.register_forward_pre_hook(self._ids_hook(rows), with_kwargs=True))
         for router, rows in zip(self._routers, self._logits, strict=True):
             hooks.append(router.module.register_forward_hook(self._logits_hook(router, rows)))
+        for guesser, asked, rows in zip(self._guessers, self._ids, self._guesses, strict=False):
+            hooks.append(
+                guesser.source.register_forward_hook(self._guess_hook(guesser, asked, rows))
+            )
+            hooks.extend(guesser.watch())
         return self
 
     def __exit__(
@@ -86,6 +103,9 @@ class RoutingRecorder:
         """The complete passes since the last call, which begin a new sequence; None if none.
 
         Waits for the device, once.
+
+        Raises:
+            UnsupportedModelError: guesses are recorded, and a router does not choose by its logits.
         """
         steps, num_tokens = self._steps, self._num_done
         self._steps, self._num_done = [], 0
@@ -97,7 +117,16 @@ class RoutingRecorder:
         logits = None
         if self._logits:
             logits = _stack(self._logits, num_tokens, torch.nan).cpu().float().numpy()
-        return Recorded(ids, np.repeat(1 - is_prefill.astype(np.int32), steps), logits)
+        phase = np.repeat(1 - is_prefill.astype(np.int32), steps)
+        return Recorded(ids, phase, logits, self._take_guesses(num_tokens))
+
+    def _take_guesses(self, num_tokens: int) -> npt.NDArray[np.int32] | None:
+        if not self._guessers:
+            return None
+        for guesser in self._guessers:
+            guesser.check()
+        found = _stack(self._guesses, num_tokens, _NOT_RECORDED).cpu().numpy()
+        return np.pad(found, ((0, 0), (0, 1), (0, 0)), constant_values=_NOT_RECORDED)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         fed = kwargs.get("input_ids")
@@ -108,13 +137,13 @@ class RoutingRecorder:
                 "routing is recorded one sequence at a time: feed a batch of one"
             )
         self._num_tokens = fed.shape[1]
-        for rows in (*self._ids, *self._logits):
+        for rows in self._rows:
             rows.num_filled = self._num_done
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Count the pass, which is complete."""
         num_tokens = self._num_done + self._num_tokens
-        for rows in (*self._ids, *self._logits):
+        for rows in self._rows:
             if rows.num_filled != num_tokens:
                 raise UnsupportedModelError(
                     f"{rows.name} saw {rows.num_filled} of {num_tokens} tokens, or saw them in "
@@ -131,45 +160,15 @@ class RoutingRecorder:
 
     def _logits_hook(self, router: Router, rows: _Rows) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = output[router.output] if isinstance(output, tuple | list) else output
-            rows.add(found, self._num_tokens)
+            rows.add(router.logits_of(output), self._num_tokens)
 
         return hook
 
+    def _guess_hook(self, guesser: Guesser, asked: _Rows, rows: _Rows) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            rows.add(guesser.guess(output, self._num_tokens, 2 * asked.width), self._num_tokens)
 
-class Router(NamedTuple):
-    """What decides for one layer.
-
-    Attributes:
-        module: the router.
-        output: which of its outputs are the logits.
-    """
-
-    module: nn.Module
-    output: int
-
-
-def find_router(model: nn.Module, experts: nn.Module) -> Router:
-    """The router of an experts module, as the model's class names it for `output_router_logits`.
-
-    Raises:
-        UnsupportedModelError: the class names none, or none that belongs to this layer alone.
-    """
-    kinds = compat.router_kinds(model)
-    names = {module: name for name, module in model.named_modules()}
-    path = names[experts]
-    while kinds and path:
-        path = path.rpartition(".")[0]
-        near = list(model.get_submodule(path).modules())
-        if sum(hasattr(module, "_hotexperts") for module in near) > 1:
-            break  # another layer's router is not this one's
-        found = [Router(m, index) for m in near for kind, index in kinds if isinstance(m, kind)]
-        if len(found) == 1:
-            return found[0]
-    raise UnsupportedModelError(
-        f"{type(model).__name__} does not say where the router logits of {names[experts]} are: "
-        "record without logits"
-    )
+        return hook
 
 
 class _Rows:
@@ -191,6 +190,12 @@ class _Rows:
         rows = values.detach().reshape(num_tokens, -1)
         begin, self.num_filled = self.num_filled, self.num_filled + num_tokens
         self._reserve(rows)[begin : self.num_filled].copy_(rows)
+
+    @property
+    def width(self) -> int:
+        """Of a row, once there is one."""
+        assert self._buffer is not None, "a call was recorded"
+        return self._buffer.shape[1]
 
     def read(self, num_tokens: int) -> torch.Tensor:
         """The first rows, `[token, width]`."""
