@@ -56,11 +56,11 @@ class CPULikeExperts(TritonLikeExperts):
         output.copy_(rows.float().sum(1))
 
 
-def make_layer(num_experts: int = E) -> Any:
+def make_layer(num_experts: int = E, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(0)
     layer: Any = nn.Module()
     for name, shape in {"w13_weight": (N, H), "w2_weight": (H, N), "w2_bias": (H,)}.items():
-        data = torch.randn(num_experts, *shape, generator=generator, dtype=torch.bfloat16)
+        data = torch.randn(num_experts, *shape, generator=generator, dtype=dtype)
         layer.register_parameter(name, nn.Parameter(data.to(DEVICE), requires_grad=False))
     layer.layer_name = "model.layers.0.mlp.experts"
     return layer
@@ -85,11 +85,11 @@ def cached(layer: Any, experts: Any, capacity: int, dialect: str) -> CachedFused
 
 def make_call(layer: Any, num_tokens: int, seed: int, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    num_ids = changes.pop("num_ids", E)
+    num_ids, dtype = changes.pop("num_ids", E), changes.pop("dtype", torch.bfloat16)
     ids = torch.rand(num_tokens, num_ids, generator=generator).argsort(-1)[:, :K].int()
     call = {
-        "output": torch.full((num_tokens, H), 7.0, dtype=torch.bfloat16),
-        "hidden_states": torch.randn(num_tokens, H, generator=generator).bfloat16(),
+        "output": torch.full((num_tokens, H), 7.0, dtype=dtype),
+        "hidden_states": torch.randn(num_tokens, H, generator=generator).to(dtype),
         "topk_weights": torch.rand(num_tokens, K, generator=generator),
         "topk_ids": ids,
     }
@@ -134,19 +134,21 @@ def test_expert_parallel_ids_go_through_the_map(capacity: int) -> None:
         assert torch.equal(call["output"], expected["output"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("capacity", [1, 4, 12])
-def test_kernels_without_a_map_add_up_in_float32(capacity: int) -> None:
+def test_kernels_without_a_map_add_up_in_float32(capacity: int, dtype: torch.dtype) -> None:
     """Each wave's part is rounded once: two roundings at most from the full kernel's."""
-    full, layer = make_layer(), make_layer()
+    full, layer = make_layer(dtype=dtype), make_layer(dtype=dtype)
     reference, experts = CPULikeExperts(full.w2_bias), CPULikeExperts(layer.w2_bias)
     cached(layer, experts, capacity, "zero")
+    rtol, atol = {torch.bfloat16: (2**-6, 2**-5), torch.float32: (1e-5, 1e-5)}[dtype]
     for seed, num_tokens in enumerate((1, 3, 11)):
-        call, expected = make_call(layer, num_tokens, seed), make_call(full, num_tokens, seed)
+        call, expected = (make_call(of, num_tokens, seed, dtype=dtype) for of in (layer, full))
         reference.apply(**expected)
         experts.apply(**call)
         if capacity == E:
             assert torch.equal(call["output"], expected["output"])
-        torch.testing.assert_close(call["output"], expected["output"], rtol=2**-6, atol=2**-5)
+        torch.testing.assert_close(call["output"], expected["output"], rtol=rtol, atol=atol)
 
 
 def test_an_unknown_tensor_refuses_the_layer_by_name() -> None:

@@ -83,7 +83,7 @@ class CachedFusedExperts:
         total = None
         for wave in waves:
             self._run(call, wave)
-            part = call["output"].float()
+            part = call["output"].to(torch.float32, copy=True)
             total = part if total is None else total.add_(part)
         assert total is not None, "a call has at least one wave"
         call["output"].copy_(total)
