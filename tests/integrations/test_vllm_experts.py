@@ -42,7 +42,9 @@ class TritonLikeExperts:
         for t, k in (ids >= 0).nonzero().tolist():
             expert = ids[t, k]
             out = w2[expert] @ torch.relu(w1[expert] @ hidden[t]) + self.bias[expert]
-            rows[t, k] = out * call["topk_weights"][t, k].to(out.dtype)
+            is_weighted_before = call["apply_router_weight_on_input"]
+            weight = 1 if is_weighted_before else call["topk_weights"][t, k].to(out.dtype)
+            rows[t, k] = out * weight
         self.moe_sum(rows, call["output"])
 
     def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
@@ -50,7 +52,7 @@ class TritonLikeExperts:
 
 
 class CPULikeExperts(TritonLikeExperts):
-    """Knows no map and serves every pair; sums in float32."""
+    """Serves every pair; sums in float32. vLLM's knows no map: this one would heed it."""
 
     def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         output.copy_(rows.float().sum(1))
@@ -95,7 +97,7 @@ def make_call(layer: Any, num_tokens: int, seed: int, **changes: Any) -> dict[st
     }
     call = {name: tensor.to(DEVICE) for name, tensor in call.items()}
     weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
-    return call | weights | changes
+    return call | weights | {"apply_router_weight_on_input": False} | changes
 
 
 @pytest.mark.interpret
@@ -151,6 +153,30 @@ def test_kernels_without_a_map_add_up_in_float32(capacity: int, dtype: torch.dty
         torch.testing.assert_close(call["output"], expected["output"], rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("is_weighted_before", [False, True])
+@pytest.mark.parametrize("capacity", [1, 2, 6])
+def test_kernels_without_a_map_serve_this_ranks_pairs_alone(
+    capacity: int, is_weighted_before: bool
+) -> None:
+    """Expert parallel, and one expert a token whose weight is in its input already."""
+    expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[1::2] = torch.arange(E // 2, dtype=torch.int32, device=DEVICE)
+    full, layer = make_layer(E // 2, torch.float32), make_layer(E // 2, torch.float32)
+    reference, experts = CPULikeExperts(full.w2_bias), CPULikeExperts(layer.w2_bias)
+    cached(layer, experts, capacity, "zero")
+    changes = {"dtype": torch.float32, "expert_map": expert_map}
+    changes["apply_router_weight_on_input"] = is_weighted_before
+    for seed, num_tokens in enumerate((1, 4, 10)):
+        call, expected = (make_call(of, num_tokens, seed, **changes) for of in (layer, full))
+        if is_weighted_before:
+            for one in (call, expected):
+                one["topk_ids"] = one["topk_ids"][:, :1].contiguous()
+                one["topk_weights"] = torch.ones_like(one["topk_weights"][:, :1])
+        reference.apply(**expected)
+        experts.apply(**call)
+        torch.testing.assert_close(call["output"], expected["output"], rtol=1e-5, atol=1e-5)
+
+
 def test_an_unknown_tensor_refuses_the_layer_by_name() -> None:
     layer = make_layer()
     layer.register_buffer("strange", torch.zeros(E, 3))
@@ -180,6 +206,7 @@ class Method:
         output = torch.empty_like(hidden)
         weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
         routing = {name: call[name] for name in ("topk_weights", "topk_ids")}
+        routing["apply_router_weight_on_input"] = False
         self.experts.apply(output=output, hidden_states=hidden, **routing, **weights)
         return output
 

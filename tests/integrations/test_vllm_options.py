@@ -146,6 +146,14 @@ def test_what_cannot_take_effect_is_refused(given: dict[str, Any], message: str)
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
         ({"parallel_config": {"enable_elastic_ep": True}}, "--enable-elastic-ep"),
         ({"parallel_config": {"all2all_backend": "deepep_low_latency"}}, "deepep_low_latency"),
+        ({"parallel_config": {"all2all_backend": "nixl_ep"}}, "nixl_ep.*use allgather"),
+        (
+            {
+                "device_config": SimpleNamespace(device_type="cpu"),
+                "compilation_config": SimpleNamespace(mode=3),
+            },
+            "torch.compile on a CPU does not work.*--enforce-eager",
+        ),
         ({"lora_config": object()}, "--enable-lora"),
         ({"model_config": {"enable_sleep_mode": True}}, "--enable-sleep-mode"),
         (

@@ -198,7 +198,7 @@ class ModelCaches:
         self._last = provider
         parallel = self.config.parallel_config
         context_size = getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel or context_size > 1:
+        if parallel.data_parallel_size > 1 or context_size > 1:
             return  # then a call's rows are not the step's tokens
         self._token_count = self._token_count or TokenCount(device)
         provider.token_count = self._token_count

@@ -84,6 +84,8 @@ class CachedFusedExperts:
         for wave in waves:
             self._run(call, wave)
             part = call["output"].to(torch.float32, copy=True)
+            if call["apply_router_weight_on_input"]:  # then weight 0 does not silence a pair
+                part *= wave.topk_ids >= 0  # [T, 1]: one expert a token
             total = part if total is None else total.add_(part)
         assert total is not None, "a call has at least one wave"
         call["output"].copy_(total)
@@ -109,7 +111,8 @@ class CachedFusedExperts:
         if self._dialect == "zero":
             is_here = local >= 0
             routing = torch.where(is_here, call["topk_weights"], 0)
-            return {"topk_ids": torch.where(is_here, local, 0), "topk_weights": routing}
+            ids = torch.where(is_here, local, 0)  # of slots, which no map of experts is about
+            return {"topk_ids": ids, "topk_weights": routing, "expert_map": None}
         if global_map is None and wave.part is None:
             return {"topk_ids": local}
         assert wave.expert_map is not None, "a kernel with a map has a device-managed cache"

@@ -10,6 +10,8 @@ from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOpe
 from hotexperts.integrations.vllm.compat import check_version
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
 
+ALL_TO_ALL = "allgather_reducescatter"  # gives global ids of experts, and a map of this rank's
+
 
 def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
     """Check vLLM's finished configuration, before weights load.
@@ -71,17 +73,26 @@ def _conflicts(config: Any) -> Iterator[tuple[str, str]]:
         yield "--enable-dbo", "two threads would share one cache; leave it off"
     if getattr(parallel, "enable_elastic_ep", False):
         yield "--enable-elastic-ep", "it changes the experts of a rank; leave it off"
-    if "low_latency" in str(parallel.all2all_backend):
+    if parallel.all2all_backend not in (None, ALL_TO_ALL):
         yield (
             f"--all2all-backend {parallel.all2all_backend}",
-            "its kernels index experts in batches; use allgather_reducescatter",
+            f"it hands tokens out by numbers of its own or in batches; use {ALL_TO_ALL}",
         )
+    if _is_compiled_for_a_cpu(config):
+        yield "torch.compile on a CPU", "it would trace the cache's own code; give --enforce-eager"
     if config.lora_config is not None:
         yield "--enable-lora", "adapters on experts index them by themselves; merge the adapter"
     if config.model_config.enable_sleep_mode:
         yield "--enable-sleep-mode", "waking up would leave the slots without their experts"
     if offload is not None:
         yield from _offload_conflicts(offload)
+
+
+def _is_compiled_for_a_cpu(config: Any) -> bool:
+    """There MoE layers are no operators of their own, so that the compiler looks inside."""
+    device = getattr(config, "device_config", None)
+    mode = getattr(getattr(config, "compilation_config", None), "mode", None)
+    return getattr(device, "device_type", None) == "cpu" and bool(mode)
 
 
 def _offload_conflicts(offload: Any) -> Iterator[tuple[str, str]]:
