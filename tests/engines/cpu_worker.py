@@ -1,4 +1,4 @@
-"""What vLLM for CPUs lacks with several ranks, called on each of them by `collective_rpc`."""
+"""What vLLM for CPUs lacks with several ranks, and a fault; called on each by `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class ManyRanks:
     """Methods that vLLM's worker gets (`worker_extension_cls`)."""
 
     model_runner: Any
+    rank: int
 
     def heed_expert_maps(self) -> None:
         """Without this the CPU kernel reads experts of other ranks beyond its own, and crashes."""
@@ -33,3 +34,11 @@ class ManyRanks:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def disturb(self, rank: int) -> None:
+        """One rank's first layer forgets an expert that the others have in a slot."""
+        from hotexperts.integrations.vllm import hooks
+
+        if self.rank == rank:
+            provider: Any = next(iter(hooks._alive()[0].providers.values()))
+            provider.slots.residency.reset()

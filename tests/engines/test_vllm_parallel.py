@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from hotexperts.simulate import read_trace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM warns a lot
 OPTIONS: dict[str, Any] = {
@@ -71,18 +74,34 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_two_ranks_cache_their_own_shards(checkpoint: Checkpoint) -> None:
-    """Tensor parallel: each rank has half of every expert; both see the same ids."""
+def test_two_ranks_cache_their_own_shards(
+    checkpoint: Checkpoint, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tensor parallel: each rank has half of every expert; both decide alike, which is watched."""
     stock = Ranks(checkpoint("qwen3"), tensor_parallel_size=2)
     expected = stock.generate()
     assert stock.llm.collective_rpc("expert_cache_stats") == [[], []]
     stock.close()
-    ranks = Ranks(checkpoint("qwen3"), tensor_parallel_size=2, moe_expert_cache_size=6)
+    more = {"check_ranks": True, "trace": str(tmp_path / "routing.npz")}
+    options = {"moe_expert_cache_size": 6, "moe_expert_cache_options": more}
+    ranks = Ranks(checkpoint("qwen3"), tensor_parallel_size=2, **options)
     assert ranks.generate() == expected
     first, second = ranks.stats()
-    ranks.close()
     assert first == second
     assert all(layer["evictions"] > 0 for layer in first.values())
+    memory = [models[0] for models in ranks.llm.collective_rpc("expert_cache_memory")]
+    experts_nbytes = 4 * 16 * 3 * 64 * 128 * 4  # layers, experts, matrices, float32
+    assert sum(rank["host"] for rank in memory) == experts_nbytes
+    assert [rank["slots"] for rank in memory] == [experts_nbytes // 2 * 6 // 16] * 2
+    ranks.llm.collective_rpc("end_expert_trace")
+    traces = [read_trace(tmp_path / f"routing.rank{rank}.npz") for rank in (0, 1)]
+    assert np.array_equal(traces[0].ids, traces[1].ids)
+    assert len(traces[0].ids) == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_TOKENS - 1)
+    ranks.llm.collective_rpc("disturb", args=(1,))
+    with pytest.raises(Exception, match="EngineCore encountered an issue"):
+        ranks.generate()
+    ranks.close()
+    assert "ranks decided differently in model.layers.0.mlp.experts:" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("two_processes")
@@ -102,7 +121,7 @@ def test_two_ranks_cache_their_own_experts(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_two_stages_cache_their_own_layers(checkpoint: Checkpoint) -> None:
+def test_two_stages_cache_their_own_layers(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stock = Ranks(checkpoint("qwen3"), "receive_from_other_stages", pipeline_parallel_size=2)
     expected = stock.generate()
     stock.close()
@@ -111,12 +130,15 @@ def test_two_stages_cache_their_own_layers(checkpoint: Checkpoint) -> None:
         "receive_from_other_stages",
         pipeline_parallel_size=2,
         moe_expert_cache_size=6,
+        moe_expert_cache_options={"trace": str(tmp_path / "routing.npz")},
     )
     assert ranks.generate() == expected
     stats = ranks.stats()
+    files = [name for (name,) in ranks.llm.collective_rpc("end_expert_trace")]
     ranks.close()
     layers = [[f"model.layers.{i}.mlp.experts" for i in stage] for stage in ((0, 1), (2, 3))]
     assert [list(stage) for stage in stats] == layers
+    assert [read_trace(name).meta["layers"] for name in files] == layers
     assert all(layer["evictions"] > 0 for stage in stats for layer in stage.values())
 
 

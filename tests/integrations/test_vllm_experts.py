@@ -127,13 +127,15 @@ def test_expert_parallel_ids_go_through_the_map(capacity: int) -> None:
     expert_map[1::2] = torch.arange(E // 2, dtype=torch.int32, device=DEVICE)
     full, layer = make_layer(E // 2), make_layer(E // 2)
     reference, experts = TritonLikeExperts(full.w2_bias), TritonLikeExperts(layer.w2_bias)
-    cached(layer, experts, capacity, "map")
+    state = cached(layer, experts, capacity, "map")
+    state.recorded = torch.full((16, K), -1, dtype=torch.int32, device=DEVICE)
     for seed, num_tokens in enumerate((1, 4, 10)):
         call = make_call(layer, num_tokens, seed, expert_map=expert_map)
         expected = make_call(full, num_tokens, seed, expert_map=expert_map)
         reference.apply(**expected)
         experts.apply(**call)
         assert torch.equal(call["output"], expected["output"])
+        assert torch.equal(state.recorded[:num_tokens], call["topk_ids"])  # global
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -25,6 +25,9 @@ class CachedFusedExperts:
         parameters: the layer's per-expert parameters by name; their data are the slots.
         dialect: how the kernel is told which pairs a wave serves, see `compat.DIALECTS`.
         prefill_tokens: calls of more tokens are prefills.
+
+    Attributes:
+        recorded: where each call leaves its ids, int32 `[rows, K]`; None: nowhere.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CachedFusedExperts:
         self.use(provider)
         self._dialect = dialect
         self._prefill_tokens = prefill_tokens
+        self.recorded: torch.Tensor | None = None
         self._rows = KeptRows(experts) if dialect == "map" else None
         experts.apply = self.apply
 
@@ -57,6 +61,8 @@ class CachedFusedExperts:
         Args:
             call: the keyword arguments of `FusedMoEExpertsModular.apply`.
         """
+        if self.recorded is not None:
+            self.recorded[: len(call["topk_ids"])].copy_(call["topk_ids"])
         ids = _local_ids(call["topk_ids"], call["expert_map"])
         waves = self.provider.waves(ids, prefill=ids.shape[0] > self._prefill_tokens)
         with closing(waves):

@@ -81,6 +81,7 @@ def _is_known(experts: Any) -> bool:
 def patch_workers(module: Any) -> None:
     """Forget what warm-up asked for, publish counters, and let `collective_rpc` read them."""
     from hotexperts.integrations.vllm.metrics import publishers_of
+    from hotexperts.integrations.vllm.ranks import check_of
     from hotexperts.integrations.vllm.state_file import save_state, start_warm
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,10 +94,15 @@ def patch_workers(module: Any) -> None:
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         alive = _alive()
-        for caches in alive:
-            if caches.config is self.vllm_config:  # a draft model counts by itself
-                caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
+        ours = [caches for caches in alive if caches.config is self.vllm_config]
+        for caches in ours:  # a draft model counts by itself
+            caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
         result = original(self, scheduler_output, *args, **kwargs)
+        for caches in ours:
+            if (check := check_of(caches)) is not None:
+                check.after_step(caches.providers.values())
+            if caches.recorder is not None:
+                caches.recorder.after_step(scheduler_output, self.worker.model_runner)
         for publisher in publishers_of(alive, self.global_rank):
             publisher.after_step()
         return result
@@ -105,12 +111,22 @@ def patch_workers(module: Any) -> None:
         """Counters of this worker's models: each layer's by its name."""
         return [caches.stats() for caches in _alive()]
 
+    def expert_cache_memory(self: Any) -> list[dict[str, int]]:
+        """Bytes of this worker's models: of slots, of banks, and of experts in host memory."""
+        return [caches.memory() for caches in _alive()]
+
     def save_expert_cache_state(self: Any) -> list[str]:
         """Save what a restart may keep, where `state` names a file; the files' names."""
         config = getattr(self, "vllm_config", None)  # missing where a start failed
         ours = [caches for caches in _alive() if caches.config is config]
         saved = [save_state(caches, self.global_rank) for caches in ours]
         return [name for name in saved if name is not None]
+
+    def end_expert_trace(self: Any) -> list[str]:
+        """Write the routing so far where `trace` names a file, and no more; the file's name."""
+        recorders = [caches.recorder for caches in _alive() if caches.recorder is not None]
+        ended = [recorder.end() for recorder in recorders]
+        return [name for name in ended if name is not None]
 
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(caches.config is self.vllm_config for caches in _alive()):
@@ -121,6 +137,7 @@ def patch_workers(module: Any) -> None:
         return self.worker.reload_weights(*args, **kwargs)
 
     def shutdown(self: Any) -> None:
+        end_expert_trace(self)
         try:
             save_expert_cache_state(self)
         except Exception:  # the next start is a cold one; this end goes on
@@ -133,6 +150,8 @@ def patch_workers(module: Any) -> None:
     wrapper.execute_model = functools.wraps(original)(execute_model)
     wrapper.compile_or_warm_up_model = compile_or_warm_up_model
     wrapper.expert_cache_stats = expert_cache_stats
+    wrapper.end_expert_trace = end_expert_trace
+    wrapper.expert_cache_memory = expert_cache_memory
     wrapper.reload_weights = reload_weights
     wrapper.save_expert_cache_state = save_expert_cache_state
     wrapper.shutdown = functools.wraps(stop)(shutdown)

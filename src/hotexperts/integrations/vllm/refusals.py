@@ -9,6 +9,8 @@ from typing import Any
 from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOperationError
 from hotexperts.integrations.vllm.compat import check_version
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.simulate.trace import TraceError
+from hotexperts.simulate.writer import check_out
 
 ALL_TO_ALL = "allgather_reducescatter"  # gives global ids of experts, and a map of this rank's
 
@@ -41,6 +43,8 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
             f"{num_local}, or 'auto'"
         )
     _check_state(config, wanted.state)
+    _check_ranks(config, wanted)
+    _check_trace(config, wanted.trace)
     for name, remedy in _conflicts(config):
         raise UnsupportedOperationError(f"{name} does not work with {flag('size')}: {remedy}")
 
@@ -54,6 +58,38 @@ def _check_state(config: Any, state: str | None) -> None:
         raise UnsupportedOperationError(
             f"{flag('options')}: state does not work with Ray, which kills its workers before "
             "they could save it; leave it out"
+        )
+
+
+def _check_ranks(config: Any, wanted: ExpertCacheOptions) -> None:
+    parallel = config.parallel_config
+    if not wanted.check_ranks:
+        return
+    if parallel.tensor_parallel_size == 1 or parallel.enable_expert_parallel:
+        raise ConfigError(
+            f"{flag('options')}: check_ranks compares ranks that have parts of the same experts: "
+            "give --tensor-parallel-size above 1 without --enable-expert-parallel, or leave it out"
+        )
+
+
+def _check_trace(config: Any, trace: str | None) -> None:
+    if trace is None:
+        return
+    try:
+        check_out(trace)
+    except TraceError as error:
+        raise ConfigError(f"{flag('options')}: trace: {error}") from error
+    parallel = config.parallel_config
+    if getattr(parallel, "distributed_executor_backend", None) == "ray":
+        raise UnsupportedOperationError(
+            f"{flag('options')}: trace does not work with Ray, which kills its workers before "
+            "they could write it; leave it out"
+        )
+    context_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    if parallel.data_parallel_size > 1 or context_size > 1:
+        raise UnsupportedOperationError(
+            f"{flag('options')}: trace does not work where ranks gather tokens of each other: "
+            "record with --data-parallel-size 1 and --prefill-context-parallel-size 1"
         )
 
 
