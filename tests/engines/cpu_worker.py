@@ -36,9 +36,8 @@ class ManyRanks:
         )
 
     def disturb(self, rank: int) -> None:
-        """One rank's first layer forgets an expert that the others have in a slot."""
+        """One rank's first layer forgets what the others have in their slots."""
         from hotexperts.integrations.vllm import hooks
 
         if self.rank == rank:
-            provider: Any = next(iter(hooks._alive()[0].providers.values()))
-            provider.slots.residency.reset()
+            next(iter(hooks._alive()[0].providers.values())).reset()

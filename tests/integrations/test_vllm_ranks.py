@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,24 @@ def test_a_check_that_has_nothing_to_compare_is_refused(
         refusals._check_ranks(SimpleNamespace(parallel_config=parallel), wanted)
     parallel.tensor_parallel_size, parallel.enable_expert_parallel = 2, False
     refusals._check_ranks(SimpleNamespace(parallel_config=parallel), wanted)
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 5), (2, 7)])
+def test_a_budget_is_that_of_the_fullest_rank(
+    world_size: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has 7."""
+    group = SimpleNamespace(world_size=world_size, cpu_group="cpu")
+
+    def all_reduce(value: torch.Tensor, op: Any, group: str) -> None:
+        assert (op, group) == ("max", "cpu")
+        value.copy_(max(value, torch.tensor(7)))
+
+    name = "vllm.distributed.parallel_state"
+    state = SimpleNamespace(get_tp_group=lambda: group)
+    for part in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, name, state)
+    reduce_op = SimpleNamespace(MAX="max")
+    monkeypatch.setattr(ranks, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=reduce_op))
+    assert ranks.largest_of_ranks(5) == expected

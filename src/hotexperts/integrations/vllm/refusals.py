@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOperationError
+from hotexperts.integrations.vllm.budget import draft_nbytes
 from hotexperts.integrations.vllm.compat import check_version
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
 from hotexperts.simulate.trace import TraceError
@@ -24,7 +25,7 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
 
     Raises:
         UnsupportedModelError: not an MoE model, or an unknown vLLM.
-        ConfigError: more slots than experts.
+        ConfigError: more slots than experts, or an option that cannot take effect here.
         UnsupportedOperationError: a feature that would break the cache, or that the cache would
             break; the message names its flag.
     """
@@ -42,6 +43,8 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
             f"{flag('size')} {size}: a layer has only {num_local} experts here: give at most "
             f"{num_local}, or 'auto'"
         )
+    if not isinstance(size, int):
+        draft_nbytes(config)  # or why it is not known
     _check_state(config, wanted.state)
     _check_ranks(config, wanted)
     _check_trace(config, wanted.trace)
