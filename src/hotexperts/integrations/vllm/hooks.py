@@ -84,26 +84,28 @@ def patch_workers(module: Any) -> None:
     from hotexperts.integrations.vllm.ranks import check_of
     from hotexperts.integrations.vllm.state_file import save_state, start_warm
 
+    def ours(self: Any) -> list[Any]:
+        config = getattr(self, "vllm_config", None)  # missing where a start failed
+        return [caches for caches in _alive() if caches.config is config]
+
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in _alive():
             caches.reset()
-            if caches.config is self.vllm_config:
-                start_warm(caches, self.global_rank)
+        for caches in ours(self):
+            start_warm(caches, self.global_rank)
         return result
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        alive = _alive()
-        ours = [caches for caches in alive if caches.config is self.vllm_config]
-        for caches in ours:  # a draft model counts by itself
+        for caches in ours(self):  # a draft model counts by itself
             caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
         result = original(self, scheduler_output, *args, **kwargs)
-        for caches in ours:
+        for caches in ours(self):
             if (check := check_of(caches)) is not None:
                 check.after_step(caches.providers.values())
             if caches.recorder is not None:
                 caches.recorder.after_step(scheduler_output, self.worker.model_runner)
-        for publisher in publishers_of(alive, self.global_rank):
+        for publisher in publishers_of(_alive(), self.global_rank):
             publisher.after_step()
         return result
 
@@ -117,19 +119,16 @@ def patch_workers(module: Any) -> None:
 
     def save_expert_cache_state(self: Any) -> list[str]:
         """Save what a restart may keep, where `state` names a file; the files' names."""
-        config = getattr(self, "vllm_config", None)  # missing where a start failed
-        ours = [caches for caches in _alive() if caches.config is config]
-        saved = [save_state(caches, self.global_rank) for caches in ours]
+        saved = [save_state(caches, self.global_rank) for caches in ours(self)]
         return [name for name in saved if name is not None]
 
     def end_expert_trace(self: Any) -> list[str]:
         """Write the routing so far where `trace` names a file, and no more; the file's name."""
-        recorders = [caches.recorder for caches in _alive() if caches.recorder is not None]
-        ended = [recorder.end() for recorder in recorders]
+        ended = [caches.recorder.end() for caches in ours(self) if caches.recorder is not None]
         return [name for name in ended if name is not None]
 
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(caches.config is self.vllm_config for caches in _alive()):
+        if ours(self):
             raise UnsupportedOperationError(
                 f"reload_weights does not work with {flag('size')}: the experts in host memory "
                 "would stay the old ones; start the server again"
@@ -137,11 +136,11 @@ def patch_workers(module: Any) -> None:
         return self.worker.reload_weights(*args, **kwargs)
 
     def shutdown(self: Any) -> None:
-        end_expert_trace(self)
-        try:
-            save_expert_cache_state(self)
-        except Exception:  # the next start is a cold one; this end goes on
-            log.exception("expert cache: the state could not be saved")
+        for save in (save_expert_cache_state, end_expert_trace):
+            try:
+                save(self)
+            except Exception:  # the next start is a cold one; this end goes on
+                log.exception("expert cache: a state or a trace could not be saved")
         stop(self)
 
     wrapper: Any = module.WorkerWrapperBase
