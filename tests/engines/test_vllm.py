@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hotexperts.errors import ConfigError, UnsupportedOperationError
+from hotexperts.simulate import read_trace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM warns a lot
 OPTIONS: dict[str, Any] = {
@@ -146,11 +147,13 @@ def complete(url: str, path: Path) -> list[str]:
         return json.load(answer)["choices"][0]["logprobs"]["tokens"]
 
 
-def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
+def test_a_server_answers_over_http(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Engine and server are processes of their own; the flag reaches them all, and the engine's
-    counters come back in the server's metrics."""
+    counters come back in the server's metrics. Its end leaves the trace of both requests."""
     path = checkpoint("qwen3")
-    with serving(path, "--moe-expert-cache-size", "16") as url:
+    options = json.dumps({"trace": str(tmp_path / "routing.npz")})
+    flags = ("--moe-expert-cache-size", "16", "--moe-expert-cache-options", options)
+    with serving(path, *flags) as url:
         found = complete(url, path)
         time.sleep(1.1)  # counters are published once a second
         complete(url, path)
@@ -162,6 +165,8 @@ def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
     assert float(counters['hotexperts_evictions_total{rank="0"}']) == 0
     expected, _ = generate(path, 0.0)
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
+    trace = read_trace(tmp_path / "routing.npz")
+    assert len(trace.ids) == 2 * (len(PROMPTS[0]) + 12 - 1)
 
 
 def test_help_shows_the_flags() -> None:
