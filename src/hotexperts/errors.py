@@ -33,6 +33,10 @@ class ConcurrentUseError(HotExpertsError, RuntimeError):
     """Two threads entered the same provider; a provider serves one at a time."""
 
 
+class RanksDifferError(HotExpertsError, RuntimeError):
+    """Processes that share each expert made different decisions from what should be equal ids."""
+
+
 class CheckpointError(HotExpertsError, ValueError):
     """A checkpoint file is missing, truncated, corrupt or not what the model needs."""
 

@@ -39,7 +39,8 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder by name: "qwen3", "olmoe" (both random, wide enough to be decided) or "demo"."""
+    """A folder by name: "demo", or a random model, wide enough to be decided: "qwen3", "olmoe", or
+    "qwen2", which has a shared expert beside the routed ones."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -56,8 +57,12 @@ def _save_random(name: str, path: Path) -> None:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    more = {"qwen3": {"intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 64}}
-    prefix = {"qwen3": "Qwen3Moe", "olmoe": "Olmoe"}[name]
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64}
+    more = {
+        "qwen3": sizes | {"head_dim": 32},
+        "qwen2": sizes | {"shared_expert_intermediate_size": 128},
+    }
+    prefix = {"qwen3": "Qwen3Moe", "qwen2": "Qwen2Moe", "olmoe": "Olmoe"}[name]
     config = getattr(transformers, f"{prefix}Config")(
         **SHAPE, **more.get(name, {"intermediate_size": 64})
     )

@@ -10,13 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotexperts.errors import ConfigError, UnsupportedOperationError
+from hotexperts.simulate import read_trace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM warns a lot
 OPTIONS: dict[str, Any] = {
@@ -148,12 +149,14 @@ def complete(url: str, path: Path, key: str = "none") -> list[str]:
         return json.load(answer)["choices"][0]["logprobs"]["tokens"]
 
 
-def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
+def test_a_server_answers_over_http(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Engine and server are processes of their own; the flag reaches them all, and the engine's
-    counters come back in the server's metrics."""
+    counters come back in the server's metrics. Its end leaves the trace of both requests."""
     path = checkpoint("qwen3")
     flags = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
-    with serving((*VLLM_SERVE, str(path), *flags, "--moe-expert-cache-size", "16")) as url:
+    options = json.dumps({"trace": str(tmp_path / "routing.npz")})
+    cache = ("--moe-expert-cache-size", "16", "--moe-expert-cache-options", options)
+    with serving((*VLLM_SERVE, str(path), *flags, *cache)) as url:
         found = complete(url, path)
         time.sleep(1.1)  # counters are published once a second
         complete(url, path)
@@ -165,6 +168,8 @@ def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
     assert float(counters['hotexperts_evictions_total{rank="0"}']) == 0
     expected, _ = generate(path, 0.0)
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
+    trace = read_trace(tmp_path / "routing.npz")
+    assert len(trace.ids) == 2 * (len(PROMPTS[0]) + 12 - 1)
 
 
 def test_hotexperts_serve_is_vllm_s_server(checkpoint: Checkpoint) -> None:
@@ -214,28 +219,3 @@ def test_a_restart_is_warm(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert warm_tokens == cold_tokens
     assert cold_misses > 0
     assert warm_misses == 0
-
-
-def test_two_ranks_cache_their_own_shards(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensor parallel: each rank has half of every expert; both see the same ids."""
-    import psutil
-    from vllm import LLM, SamplingParams
-
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    found, counters = [], []
-    for options in ({}, {"moe_expert_cache_size": 16}):
-        llm = LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, **OPTIONS | options)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
-        found.append(list(outputs[0].outputs[0].token_ids))
-        counters.append(llm.collective_rpc("expert_cache_stats"))
-        with suppress(psutil.NoSuchProcess):  # vLLM kills what may have ended by itself
-            llm.llm_engine.engine_core.shutdown()
-    assert found[0] == found[1]
-    assert counters[0] == [[], []]
-    (first,), (second,) = counters[1]
-    assert first == second
-    assert all(layer["misses"] > 0 for layer in first.values())

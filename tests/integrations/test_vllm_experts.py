@@ -42,7 +42,9 @@ class TritonLikeExperts:
         for t, k in (ids >= 0).nonzero().tolist():
             expert = ids[t, k]
             out = w2[expert] @ torch.relu(w1[expert] @ hidden[t]) + self.bias[expert]
-            rows[t, k] = out * call["topk_weights"][t, k].to(out.dtype)
+            is_weighted_before = call["apply_router_weight_on_input"]
+            weight = 1 if is_weighted_before else call["topk_weights"][t, k].to(out.dtype)
+            rows[t, k] = out * weight
         self.moe_sum(rows, call["output"])
 
     def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
@@ -50,17 +52,17 @@ class TritonLikeExperts:
 
 
 class CPULikeExperts(TritonLikeExperts):
-    """Knows no map and serves every pair; sums in float32."""
+    """Serves every pair; sums in float32. vLLM's knows no map: this one would heed it."""
 
     def moe_sum(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         output.copy_(rows.float().sum(1))
 
 
-def make_layer(num_experts: int = E) -> Any:
+def make_layer(num_experts: int = E, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(0)
     layer: Any = nn.Module()
     for name, shape in {"w13_weight": (N, H), "w2_weight": (H, N), "w2_bias": (H,)}.items():
-        data = torch.randn(num_experts, *shape, generator=generator, dtype=torch.bfloat16)
+        data = torch.randn(num_experts, *shape, generator=generator, dtype=dtype)
         layer.register_parameter(name, nn.Parameter(data.to(DEVICE), requires_grad=False))
     layer.layer_name = "model.layers.0.mlp.experts"
     return layer
@@ -85,17 +87,17 @@ def cached(layer: Any, experts: Any, capacity: int, dialect: str) -> CachedFused
 
 def make_call(layer: Any, num_tokens: int, seed: int, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    num_ids = changes.pop("num_ids", E)
+    num_ids, dtype = changes.pop("num_ids", E), changes.pop("dtype", torch.bfloat16)
     ids = torch.rand(num_tokens, num_ids, generator=generator).argsort(-1)[:, :K].int()
     call = {
-        "output": torch.full((num_tokens, H), 7.0, dtype=torch.bfloat16),
-        "hidden_states": torch.randn(num_tokens, H, generator=generator).bfloat16(),
+        "output": torch.full((num_tokens, H), 7.0, dtype=dtype),
+        "hidden_states": torch.randn(num_tokens, H, generator=generator).to(dtype),
         "topk_weights": torch.rand(num_tokens, K, generator=generator),
         "topk_ids": ids,
     }
     call = {name: tensor.to(DEVICE) for name, tensor in call.items()}
     weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
-    return call | weights | changes
+    return call | weights | {"apply_router_weight_on_input": False} | changes
 
 
 @pytest.mark.interpret
@@ -125,28 +127,56 @@ def test_expert_parallel_ids_go_through_the_map(capacity: int) -> None:
     expert_map[1::2] = torch.arange(E // 2, dtype=torch.int32, device=DEVICE)
     full, layer = make_layer(E // 2), make_layer(E // 2)
     reference, experts = TritonLikeExperts(full.w2_bias), TritonLikeExperts(layer.w2_bias)
-    cached(layer, experts, capacity, "map")
+    state = cached(layer, experts, capacity, "map")
+    state.recorded = torch.full((16, K), -1, dtype=torch.int32, device=DEVICE)
     for seed, num_tokens in enumerate((1, 4, 10)):
         call = make_call(layer, num_tokens, seed, expert_map=expert_map)
         expected = make_call(full, num_tokens, seed, expert_map=expert_map)
         reference.apply(**expected)
         experts.apply(**call)
         assert torch.equal(call["output"], expected["output"])
+        assert torch.equal(state.recorded[:num_tokens], call["topk_ids"])  # global
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("capacity", [1, 4, 12])
-def test_kernels_without_a_map_add_up_in_float32(capacity: int) -> None:
+def test_kernels_without_a_map_add_up_in_float32(capacity: int, dtype: torch.dtype) -> None:
     """Each wave's part is rounded once: two roundings at most from the full kernel's."""
-    full, layer = make_layer(), make_layer()
+    full, layer = make_layer(dtype=dtype), make_layer(dtype=dtype)
     reference, experts = CPULikeExperts(full.w2_bias), CPULikeExperts(layer.w2_bias)
     cached(layer, experts, capacity, "zero")
+    rtol, atol = {torch.bfloat16: (2**-6, 2**-5), torch.float32: (1e-5, 1e-5)}[dtype]
     for seed, num_tokens in enumerate((1, 3, 11)):
-        call, expected = make_call(layer, num_tokens, seed), make_call(full, num_tokens, seed)
+        call, expected = (make_call(of, num_tokens, seed, dtype=dtype) for of in (layer, full))
         reference.apply(**expected)
         experts.apply(**call)
         if capacity == E:
             assert torch.equal(call["output"], expected["output"])
-        torch.testing.assert_close(call["output"], expected["output"], rtol=2**-6, atol=2**-5)
+        torch.testing.assert_close(call["output"], expected["output"], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("is_weighted_before", [False, True])
+@pytest.mark.parametrize("capacity", [1, 2, 6])
+def test_kernels_without_a_map_serve_this_ranks_pairs_alone(
+    capacity: int, is_weighted_before: bool
+) -> None:
+    """Expert parallel, and one expert a token whose weight is in its input already."""
+    expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[1::2] = torch.arange(E // 2, dtype=torch.int32, device=DEVICE)
+    full, layer = make_layer(E // 2, torch.float32), make_layer(E // 2, torch.float32)
+    reference, experts = CPULikeExperts(full.w2_bias), CPULikeExperts(layer.w2_bias)
+    cached(layer, experts, capacity, "zero")
+    changes = {"dtype": torch.float32, "expert_map": expert_map}
+    changes["apply_router_weight_on_input"] = is_weighted_before
+    for seed, num_tokens in enumerate((1, 4, 10)):
+        call, expected = (make_call(of, num_tokens, seed, **changes) for of in (layer, full))
+        if is_weighted_before:
+            for one in (call, expected):
+                one["topk_ids"] = one["topk_ids"][:, :1].contiguous()
+                one["topk_weights"] = torch.ones_like(one["topk_weights"][:, :1])
+        reference.apply(**expected)
+        experts.apply(**call)
+        torch.testing.assert_close(call["output"], expected["output"], rtol=1e-5, atol=1e-5)
 
 
 def test_an_unknown_tensor_refuses_the_layer_by_name() -> None:
@@ -178,6 +208,7 @@ class Method:
         output = torch.empty_like(hidden)
         weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
         routing = {name: call[name] for name in ("topk_weights", "topk_ids")}
+        routing["apply_router_weight_on_input"] = False
         self.experts.apply(output=output, hidden_states=hidden, **routing, **weights)
         return output
 

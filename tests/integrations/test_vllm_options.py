@@ -146,6 +146,14 @@ def test_what_cannot_take_effect_is_refused(given: dict[str, Any], message: str)
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
         ({"parallel_config": {"enable_elastic_ep": True}}, "--enable-elastic-ep"),
         ({"parallel_config": {"all2all_backend": "deepep_low_latency"}}, "deepep_low_latency"),
+        ({"parallel_config": {"all2all_backend": "nixl_ep"}}, "nixl_ep.*use allgather"),
+        (
+            {
+                "device_config": SimpleNamespace(device_type="cpu"),
+                "compilation_config": SimpleNamespace(mode=3),
+            },
+            "torch.compile on a CPU does not work.*--enforce-eager",
+        ),
         ({"lora_config": object()}, "--enable-lora"),
         ({"model_config": {"enable_sleep_mode": True}}, "--enable-sleep-mode"),
         (
@@ -241,6 +249,61 @@ def test_what_is_not_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     other = budget.other_nbytes(config, gpu, layer, experts_nbytes=2 << 30)
     expected = (3 << 30) + (1 << 20) + rows + tokens + logits + budget.CONTEXT_NBYTES
     assert other == expected
+
+
+def draft_config(folder: Path, method: str = "eagle3", num_experts: int = 0) -> SimpleNamespace:
+    """What is read of a `VllmConfig` with a draft model: 2 layers of 3 heads of 8, on two ranks."""
+    draft = SimpleNamespace(
+        model=str(folder),
+        get_num_experts=lambda: num_experts,
+        get_num_kv_heads=lambda parallel: 3,
+        get_head_size=lambda: 8,
+        get_num_layers=lambda parallel: 2,
+    )
+    speculation = SimpleNamespace(
+        method=method,
+        draft_model_config=draft,
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    return engine_config(
+        speculative_config=speculation,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        model_config={"max_model_len": 100, "dtype": torch.bfloat16},
+    )
+
+
+def test_a_draft_model_is_reckoned_with(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "b.safetensors").write_bytes(bytes(500))
+    config = draft_config(tmp_path)
+    assert budget.draft_nbytes(config) == 750 + 2 * 200 * 24 * 2 * 2
+    config.cache_config.kv_cache_memory_bytes = 1 << 20  # for both models
+    assert budget.draft_nbytes(config) == 750
+    assert budget.draft_nbytes(draft_config(tmp_path, "ngram")) == 0
+    assert budget.draft_nbytes(engine_config()) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "num_experts", "has_file"),
+    [("mtp", 0, True), ("eagle3", 8, True), ("draft_model", 0, False)],
+)
+def test_a_budget_beside_an_unknown_draft_model_is_refused(
+    method: str,
+    num_experts: int,
+    has_file: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a number of slots it may be what it likes."""
+    monkeypatch.setattr(refusals, "check_version", lambda: None)
+    if has_file:
+        (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    config = draft_config(tmp_path, method, num_experts)
+    refusals.check_engine(config, options.parse({"size": 4}))
+    for given in ({"size": "auto"}, {"gib": 4}):
+        with pytest.raises(ConfigError, match=rf"draft model .*\({method}\).*cache-size N"):
+            refusals.check_engine(config, options.parse(given))
 
 
 def test_each_rank_of_each_replica_has_its_own_state() -> None:

@@ -195,9 +195,14 @@ class DeviceWeightProvider(StreamingProvider):
             self.plan.clear(self.kernel.state)
             self.reset_stats()
 
+    @property
+    def words(self) -> torch.Tensor:
+        """Int32, on the device: who is in which slot and what the policy knows."""
+        return self.kernel.state[: self.plan.scratch]
+
     def state(self) -> dict[str, Any]:
         """See `StreamingProvider.state`."""
-        return {"words": self.kernel.state[: self.plan.scratch].cpu().tolist()}
+        return {"words": self.words.cpu().tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See `StreamingProvider.restore`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hotexperts.integrations.vllm.options import flag
 # CUDA context, its libraries, and captured graphs: 0.5 to 0.7 GB on an H200.
 CONTEXT_NBYTES = 768 << 20
 NUM_SEQUENCES = 4  # of the greatest length have room, unless vLLM is told another size
+WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")  # ways of guessing tokens
 ROWS_PER_PAIR = 4  # two workspaces of vLLM's, the rows kept of all waves, and one more while added
 
 
@@ -43,7 +45,8 @@ def other_nbytes(config: Any, device: torch.device, layer: Any, experts_nbytes: 
         experts_nbytes: of its experts, which are on the GPU now and will not be.
     """
     weights = torch.cuda.memory_allocated(device) - experts_nbytes
-    return weights + kv_nbytes(config) + workspace_nbytes(config, layer) + CONTEXT_NBYTES
+    workspace = workspace_nbytes(config, layer)
+    return weights + kv_nbytes(config) + draft_nbytes(config) + workspace + CONTEXT_NBYTES
 
 
 def kv_nbytes(config: Any) -> int:
@@ -51,10 +54,39 @@ def kv_nbytes(config: Any) -> int:
     given = getattr(config.cache_config, "kv_cache_memory_bytes", None)
     if given:
         return int(given)
-    model, parallel = config.model_config, config.parallel_config
-    num_tokens = model.max_model_len * min(config.scheduler_config.max_num_seqs, NUM_SEQUENCES)
+    return _kv_nbytes(config, config.model_config, config.parallel_config)
+
+
+def draft_nbytes(config: Any) -> int:
+    """Weights and KV cache of the model that guesses tokens, which vLLM loads after ours.
+
+    Raises:
+        ConfigError: they cannot be known before it is loaded.
+    """
+    speculation = getattr(config, "speculative_config", None)
+    if speculation is None or speculation.method in WITHOUT_MODEL:
+        return 0
+    model, parallel = speculation.draft_model_config, speculation.draft_parallel_config
+    name = getattr(model, "model", "?")
+    weights = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
+    if speculation.method == "mtp" or not weights or model.get_num_experts():
+        raise ConfigError(
+            f"{flag('size')} auto and {flag('gib')} cannot tell what the draft model {name} "
+            f"({speculation.method}) will take: give {flag('size')} N; a draft model without "
+            "experts may also be a folder with .safetensors files"
+        )
+    weights //= parallel.tensor_parallel_size
+    given = getattr(config.cache_config, "kv_cache_memory_bytes", None)
+    return weights + (0 if given else _kv_nbytes(config, model, parallel))
+
+
+def _kv_nbytes(config: Any, model: Any, parallel: Any) -> int:
+    """Of one model, for as many tokens as ours can hold."""
+    most = config.model_config.max_model_len
+    num_tokens = most * min(config.scheduler_config.max_num_seqs, NUM_SEQUENCES)
     heads = model.get_num_kv_heads(parallel) * model.get_head_size()
-    return 2 * num_tokens * heads * model.get_num_layers(parallel) * model.dtype.itemsize
+    itemsize = config.model_config.dtype.itemsize
+    return int(2 * num_tokens * heads * model.get_num_layers(parallel) * itemsize)
 
 
 def workspace_nbytes(config: Any, layer: Any) -> int:

@@ -20,7 +20,9 @@ from hotexperts.integrations.vllm.budget import HostBudget, other_nbytes, total_
 from hotexperts.integrations.vllm.compat import DIALECTS
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.integrations.vllm.ranks import largest_of_ranks
 from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
+from hotexperts.integrations.vllm.trace import Recorder, recorder_for
 from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
 
@@ -44,6 +46,8 @@ class ModelCaches:
         self.num_expected = 0
         self.layers: dict[str, CachedFusedExperts] = {}
         self.publisher: Any = None  # see metrics.py
+        self.rank_check: Any = None  # see ranks.py
+        self.recorder: Recorder | None = None
         self._target = target
         self._plan: SizePlan | None = None
         self._stores: dict[str, CPUBackingStore] = {}
@@ -88,15 +92,18 @@ class ModelCaches:
         device = next(iter(tensors.values())).device
         store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
         self._stores[layer.layer_name], self._top_k = store, layer.top_k
-        self._plan = self._plan or self._make_plan(layer, store, device)
+        if self._plan is None:
+            self._plan = self._make_plan(layer, store, device)
+            self.recorder = recorder_for(self)
         is_tested = is_wanted(self.options.self_test, layer, parameters)
         prefill_tokens = self.options.prefill_tokens
         test = SelfTest(layer, method, prefill_tokens) if is_tested else None
         provider = self._provider(store, device)
         hide_parameters(layer, device)
-        self.layers[layer.layer_name] = CachedFusedExperts(
-            provider, experts, parameters, dialect, prefill_tokens
-        )
+        cached = CachedFusedExperts(provider, experts, parameters, dialect, prefill_tokens)
+        self.layers[layer.layer_name] = cached
+        if self.recorder is not None:
+            cached.recorded = self.recorder.rows_of(layer, store.layout.row_nbytes, device)
         if test is not None:
             test.check()
 
@@ -127,6 +134,11 @@ class ModelCaches:
         log.info("%s", self.describe())
 
     @property
+    def is_draft(self) -> bool:
+        """Whether another model's tokens are guessed by this one."""
+        return self._target is not None
+
+    @property
     def providers(self) -> dict[str, StreamingProvider]:
         """Of each layer, by its name."""
         return {name: layer.provider for name, layer in self.layers.items()}
@@ -140,18 +152,23 @@ class ModelCaches:
         """Each layer's counters by its name; waits for the device."""
         return {name: layer.provider.stats.as_dict() for name, layer in self.layers.items()}
 
+    def memory(self) -> dict[str, int]:
+        """This process's bytes: of slots, of banks, and of experts in host memory."""
+        providers = self.providers.values()
+        return {
+            "slots": sum(provider.slot_nbytes for provider in providers),
+            "banks": sum(bank.nbytes for bank in self._banks.values()),
+            "host": sum(provider.store.host_nbytes for provider in providers),
+        }
+
     def describe(self) -> str:
         """One line on slots, memory and policy."""
-        providers = [layer.provider for layer in self.layers.values()]
-        slots = sum(provider.slot_nbytes for provider in providers)
-        banks = sum(bank.nbytes for bank in self._banks.values())
-        host = sum(provider.store.host_nbytes for provider in providers)
         if self._plan is None:
             return "expert cache: no MoE layers"
+        memory = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory().items())
         return (
-            f"expert cache: {self._plan.reason}; {len(providers)} layers, policy "
-            f"{self.options.cache.policy}; slots {format_bytes(slots)}, banks "
-            f"{format_bytes(banks)}, host {format_bytes(host)}; {self._describe_waves()}"
+            f"expert cache: {self._plan.reason}; {len(self.layers)} layers, policy "
+            f"{self.options.cache.policy}; {memory}; {self._describe_waves()}"
         )
 
     def _describe_waves(self) -> str:
@@ -198,7 +215,7 @@ class ModelCaches:
         self._last = provider
         parallel = self.config.parallel_config
         context_size = getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel or context_size > 1:
+        if parallel.data_parallel_size > 1 or context_size > 1:
             return  # then a call's rows are not the step's tokens
         self._token_count = self._token_count or TokenCount(device)
         provider.token_count = self._token_count
@@ -216,6 +233,7 @@ class ModelCaches:
             return fixed_capacity(min(self._target._plan.capacity, store.num_experts), shapes)
         total = total_nbytes(size, self.config, device)
         other = other_nbytes(self.config, device, layer, store.rows.numel())
+        other = largest_of_ranks(other)  # so that all have equal slots
         return capacity_for_budget(total, other, shapes)
 
 

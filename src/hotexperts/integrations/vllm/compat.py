@@ -16,6 +16,7 @@ from hotexperts.errors import UnsupportedModelError
 KNOWN_VERSIONS = known_versions.VLLM
 # Hooked names: where, and the parameters that we rely on, in this order.
 HOOKED: dict[str, dict[str, list[str]]] = {
+    "vllm.distributed.parallel_state": {"get_tp_group": []},
     "vllm.engine.arg_utils": {
         "EngineArgs.add_cli_args": ["parser"],
         "EngineArgs.from_cli_args": ["cls", "args"],

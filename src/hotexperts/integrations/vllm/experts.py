@@ -25,6 +25,9 @@ class CachedFusedExperts:
         parameters: the layer's per-expert parameters by name; their data are the slots.
         dialect: how the kernel is told which pairs a wave serves, see `compat.DIALECTS`.
         prefill_tokens: calls of more tokens are prefills.
+
+    Attributes:
+        recorded: where each call leaves its ids, int32 `[rows, K]`; None: nowhere.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CachedFusedExperts:
         self.use(provider)
         self._dialect = dialect
         self._prefill_tokens = prefill_tokens
+        self.recorded: torch.Tensor | None = None
         self._rows = KeptRows(experts) if dialect == "map" else None
         experts.apply = self.apply
 
@@ -57,6 +61,8 @@ class CachedFusedExperts:
         Args:
             call: the keyword arguments of `FusedMoEExpertsModular.apply`.
         """
+        if self.recorded is not None:
+            self.recorded[: len(call["topk_ids"])].copy_(call["topk_ids"])
         ids = _local_ids(call["topk_ids"], call["expert_map"])
         waves = self.provider.waves(ids, prefill=ids.shape[0] > self._prefill_tokens)
         with closing(waves):
@@ -83,7 +89,9 @@ class CachedFusedExperts:
         total = None
         for wave in waves:
             self._run(call, wave)
-            part = call["output"].float()
+            part = call["output"].to(torch.float32, copy=True)
+            if call["apply_router_weight_on_input"]:  # then weight 0 does not silence a pair
+                part *= wave.topk_ids >= 0  # [T, 1]: one expert a token
             total = part if total is None else total.add_(part)
         assert total is not None, "a call has at least one wave"
         call["output"].copy_(total)
@@ -109,7 +117,8 @@ class CachedFusedExperts:
         if self._dialect == "zero":
             is_here = local >= 0
             routing = torch.where(is_here, call["topk_weights"], 0)
-            return {"topk_ids": torch.where(is_here, local, 0), "topk_weights": routing}
+            ids = torch.where(is_here, local, 0)  # of slots, which no map of experts is about
+            return {"topk_ids": ids, "topk_weights": routing, "expert_map": None}
         if global_map is None and wave.part is None:
             return {"topk_ids": local}
         assert wave.expert_map is not None, "a kernel with a map has a device-managed cache"

@@ -18,7 +18,9 @@ _HELP = {
     "options": "further options as JSON: prefill_tokens (default 64), from which on a call is a "
     "prefill, which evicts no expert; self_test (default: for quantised weights), whether each "
     "layer is compared with itself uncached as it loads; state, a file to start warm from and to "
-    "save to; check_host_memory (default true), whether to refuse what the host cannot hold",
+    "save to; check_host_memory (default true), whether to refuse what the host cannot hold; "
+    "trace, an .npz file for the routing of all steps; check_ranks (default false), whether to "
+    "stop where tensor-parallel ranks decide differently",
 }
 
 

@@ -81,23 +81,31 @@ def _is_known(experts: Any) -> bool:
 def patch_workers(module: Any) -> None:
     """Forget what warm-up asked for, publish counters, and let `collective_rpc` read them."""
     from hotexperts.integrations.vllm.metrics import publishers_of
+    from hotexperts.integrations.vllm.ranks import check_of
     from hotexperts.integrations.vllm.state_file import save_state, start_warm
+
+    def ours(self: Any) -> list[Any]:
+        config = getattr(self, "vllm_config", None)  # missing where a start failed
+        return [caches for caches in _alive() if caches.config is config]
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in _alive():
             caches.reset()
-            if caches.config is self.vllm_config:
-                start_warm(caches, self.global_rank)
+        for caches in ours(self):
+            start_warm(caches, self.global_rank)
         return result
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        alive = _alive()
-        for caches in alive:
-            if caches.config is self.vllm_config:  # a draft model counts by itself
-                caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
+        for caches in ours(self):  # a draft model counts by itself
+            caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
         result = original(self, scheduler_output, *args, **kwargs)
-        for publisher in publishers_of(alive, self.global_rank):
+        for caches in ours(self):
+            if (check := check_of(caches)) is not None:
+                check.after_step(caches.providers.values())
+            if caches.recorder is not None:
+                caches.recorder.after_step(scheduler_output, self.worker.model_runner)
+        for publisher in publishers_of(_alive(), self.global_rank):
             publisher.after_step()
         return result
 
@@ -105,15 +113,22 @@ def patch_workers(module: Any) -> None:
         """Counters of this worker's models: each layer's by its name."""
         return [caches.stats() for caches in _alive()]
 
+    def expert_cache_memory(self: Any) -> list[dict[str, int]]:
+        """Bytes of this worker's models: of slots, of banks, and of experts in host memory."""
+        return [caches.memory() for caches in _alive()]
+
     def save_expert_cache_state(self: Any) -> list[str]:
         """Save what a restart may keep, where `state` names a file; the files' names."""
-        config = getattr(self, "vllm_config", None)  # missing where a start failed
-        ours = [caches for caches in _alive() if caches.config is config]
-        saved = [save_state(caches, self.global_rank) for caches in ours]
+        saved = [save_state(caches, self.global_rank) for caches in ours(self)]
         return [name for name in saved if name is not None]
 
+    def end_expert_trace(self: Any) -> list[str]:
+        """Write the routing so far where `trace` names a file, and no more; the file's name."""
+        ended = [caches.recorder.end() for caches in ours(self) if caches.recorder is not None]
+        return [name for name in ended if name is not None]
+
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(caches.config is self.vllm_config for caches in _alive()):
+        if ours(self):
             raise UnsupportedOperationError(
                 f"reload_weights does not work with {flag('size')}: the experts in host memory "
                 "would stay the old ones; start the server again"
@@ -121,10 +136,11 @@ def patch_workers(module: Any) -> None:
         return self.worker.reload_weights(*args, **kwargs)
 
     def shutdown(self: Any) -> None:
-        try:
-            save_expert_cache_state(self)
-        except Exception:  # the next start is a cold one; this end goes on
-            log.exception("expert cache: the state could not be saved")
+        for save in (save_expert_cache_state, end_expert_trace):
+            try:
+                save(self)
+            except Exception:  # the next start is a cold one; this end goes on
+                log.exception("expert cache: a state or a trace could not be saved")
         stop(self)
 
     wrapper: Any = module.WorkerWrapperBase
@@ -133,6 +149,8 @@ def patch_workers(module: Any) -> None:
     wrapper.execute_model = functools.wraps(original)(execute_model)
     wrapper.compile_or_warm_up_model = compile_or_warm_up_model
     wrapper.expert_cache_stats = expert_cache_stats
+    wrapper.end_expert_trace = end_expert_trace
+    wrapper.expert_cache_memory = expert_cache_memory
     wrapper.reload_weights = reload_weights
     wrapper.save_expert_cache_state = save_expert_cache_state
     wrapper.shutdown = functools.wraps(stop)(shutdown)

@@ -14,7 +14,14 @@ from hotexperts.policy import POLICIES
 
 KEY = "hotexperts"  # in additional_config
 NAMES = ("size", "gib", "policy", "options")
-MORE_OPTIONS = ("prefill_tokens", "self_test", "state", "check_host_memory")
+MORE_OPTIONS = (
+    "prefill_tokens",
+    "self_test",
+    "state",
+    "check_host_memory",
+    "check_ranks",
+    "trace",
+)
 DEFAULT_PREFILL_TOKENS = 64
 
 
@@ -30,6 +37,9 @@ class ExpertCacheOptions:
         state: a file to start warm from, if it is there, and to save to at the end; each rank of
             several has its own, with `.rankN` at the end.
         check_host_memory: refuse before loading what the host's memory does not hold.
+        check_ranks: after each step, whether all tensor-parallel ranks decided alike.
+        trace: an `.npz` file for the routing of all steps; each rank of several has its own, with
+            `.rankN` before the ending.
     """
 
     cache: CacheConfig
@@ -37,6 +47,8 @@ class ExpertCacheOptions:
     self_test: bool | None = None
     state: str | None = None
     check_host_memory: bool = True
+    check_ranks: bool = False
+    trace: str | None = None
 
 
 def flag(name: str) -> str:
@@ -77,9 +89,6 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
         raise ConfigError(
             f"{flag('options')}: prefill_tokens is {prefill_tokens!r}: give at least 1 token"
         )
-    self_test = _parse_bool(more, "self_test")
-    check_host_memory = _parse_bool(more, "check_host_memory")
-    state = _parse_state(more.get("state"))
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
@@ -87,7 +96,13 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
     return ExpertCacheOptions(
-        cache, prefill_tokens, self_test, state, check_host_memory is not False
+        cache,
+        prefill_tokens,
+        self_test=_parse_bool(more, "self_test"),
+        state=_parse_file(more, "state"),
+        check_host_memory=_parse_bool(more, "check_host_memory") is not False,
+        check_ranks=bool(_parse_bool(more, "check_ranks")),
+        trace=_parse_file(more, "trace"),
     )
 
 
@@ -98,12 +113,13 @@ def _parse_bool(given: Mapping[str, Any], name: str) -> bool | None:
     return value
 
 
-def _parse_state(given: Any) -> str | None:
-    if given is None:
+def _parse_file(given: Mapping[str, Any], name: str) -> str | None:
+    path = given.get(name)
+    if path is None:
         return None
-    if not isinstance(given, str) or not given or Path(given).is_dir():
-        raise ConfigError(f"{flag('options')}: state is {given!r}: give the name of a file")
-    return given
+    if not isinstance(path, str) or not path or Path(path).is_dir():
+        raise ConfigError(f"{flag('options')}: {name} is {path!r}: give the name of a file")
+    return path
 
 
 def _parse_size(given: Mapping[str, Any]) -> CacheSize:
