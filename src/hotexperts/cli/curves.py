@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hotexperts.simulate.sweep import BELADY, FRAME, LRU, Cell, Counts, Sweep
-from hotexperts.simulate.trace import DECODE, NOT_RECORDED, Trace
+from hotexperts.simulate.trace import Trace, use_by_layer
 
 _WIDTH, _HEIGHT = 4.5, 3.4  # inches of one trace with one batch
 _FRAME = {LRU: {"color": "0.45"}, BELADY: {"color": "black", "linestyle": "--"}}
@@ -49,20 +49,6 @@ def draw_curves(sweep: Sweep, counts: Counts, path: Path) -> None:
         path.write_text(_page(figure, ", ".join(Path(name).name for name in sweep.traces)))
     else:
         figure.savefig(path, dpi=150)
-
-
-def use_by_layer(trace: Trace) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`[layer, expert]`: tokens of decode that ask for each expert, in parts of the layer's mean.
-
-    Where a trace has no decode, all of its tokens count.
-    """
-    is_counted = trace.phase == DECODE if (trace.phase == DECODE).any() else trace.phase >= 0
-    found = np.zeros((trace.num_layers, trace.num_experts))
-    for layer in range(trace.num_layers):
-        ids = trace.ids[is_counted, layer].ravel()
-        found[layer] = np.bincount(ids[ids != NOT_RECORDED], minlength=trace.num_experts)
-    found /= np.maximum(found.mean(axis=1, keepdims=True), 1e-9)
-    return found
 
 
 def _draw_heat(figure: Any, axis: Any, trace: Trace) -> None:

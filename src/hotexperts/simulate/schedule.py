@@ -25,11 +25,13 @@ class Step:
         tokens: their rows in the trace.
         counted: decode; prefill is played and not counted.
         evict: False takes free slots only.
+        number: of the counted steps, from 0 on; 0 in others.
     """
 
     tokens: list[int]
     counted: bool
     evict: bool
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class LayerCall:
         counted: see `Step`.
         evict: see `Step`.
         layer: whose call it is.
+        step: see `Step.number`.
     """
 
     demand: list[int]
@@ -49,6 +52,7 @@ class LayerCall:
     counted: bool
     evict: bool
     layer: int = 0
+    step: int = 0
 
 
 def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
@@ -71,12 +75,14 @@ def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
     phase = trace.phase.tolist()
     steps: list[Step] = []
     lanes: list[deque[int]] = [deque() for _ in range(batch)]
+    number = 0
     while True:
         found = [_next_decode(lane, unused, phase, prefill, steps) for lane in lanes]
         tokens = [token for token in found if token is not None]
         if len(tokens) < batch:
             return steps
-        steps.append(Step(tokens, counted=True, evict=True))
+        steps.append(Step(tokens, counted=True, evict=True, number=number))
+        number += 1
 
 
 def layer_calls(
@@ -102,7 +108,9 @@ def layer_calls(
                 order = np.argsort(first)
                 demand, counts = demand[order], counts[order]
             if len(demand):
-                yield LayerCall(demand.tolist(), counts.tolist(), step.counted, step.evict, layer)
+                yield LayerCall(
+                    demand.tolist(), counts.tolist(), step.counted, step.evict, layer, step.number
+                )
 
 
 def cut_at_ends(trace: Trace, steps: list[Step]) -> list[list[Step]]:
