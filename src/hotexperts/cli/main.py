@@ -13,6 +13,7 @@ import typer
 
 import hotexperts
 from hotexperts.cli.doctor import doctor
+from hotexperts.cli.page import report
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.simulate import simulate
@@ -31,6 +32,7 @@ app.command()(run)
 app.command()(verify)
 app.command()(simulate)
 app.command()(trace)
+app.command()(report)
 app.command()(plan)
 app.command()(top)
 app.command()(doctor)
