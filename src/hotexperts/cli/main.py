@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import hotexperts
+from hotexperts.cli.bench import bench
 from hotexperts.cli.doctor import doctor
 from hotexperts.cli.page import report
 from hotexperts.cli.plan import plan
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(verify)
+app.command()(bench)
 app.command()(simulate)
 app.command()(trace)
 app.command()(report)
