@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "transformers", "triton", "safetensors", "accelerate", "matplotlib")
 HELP = """
 from hotexperts.cli.main import main
-for command in ("run", "verify", "simulate", "trace", "doctor", "plan", "report", "top"):
+for command in ("run", "verify", "simulate", "trace", "doctor", "plan", "report", "bench", "top"):
     assert main([command, "--help"]) == 0
 assert main(["--help"]) == main(["--version"]) == 0
 """
@@ -29,6 +29,7 @@ def imported_heavies(code: str) -> list[str]:
     [
         "import hotexperts",
         "import hotexperts.demo",
+        "import hotexperts.bench.earlier, hotexperts.bench.routing, hotexperts.bench.shapes",
         "import hotexperts.page.of_trace",
         "import hotexperts.policy.adv",
         "import hotexperts.residency",

@@ -54,7 +54,7 @@ def test_python_blocks_run(
 
 def test_every_option_in_the_documents_exists() -> None:
     root = typer.main.get_command(app)
-    commands = ("run", "verify", "simulate", "trace", "doctor", "plan", "report", "top")
+    commands = ("run", "verify", "simulate", "trace", "doctor", "plan", "report", "bench", "top")
     texts = "".join(document.read_text() for document in DOCUMENTS)
     used = re.findall(rf"hotexperts ({'|'.join(commands)})\b([^\n`]*)", texts)
     assert {command for command, _ in used} == set(commands)

@@ -11,7 +11,7 @@ from hotexperts.fields import FieldError, Fields, read_fields
 
 NAME = "hotexperts bench"  # what the field "benchmark" says
 STARTS = ("cold", "warm")
-_FIGURES = ("tokens_per_s", "prefill_ms", "hit_rate")
+_TIMES, _RATE = ("tokens_per_s", "prefill_ms"), "hit_rate"
 _SAME = ("model", "num_layers", "num_experts", "dtype", "prompt_tokens", "steps", "routing")
 _Place = tuple[int | None, int, str]  # slots, batch, start
 
@@ -56,7 +56,7 @@ def changes(earlier: Fields, now: Mapping[str, Any]) -> list[dict[str, Any]]:
         if place not in before:
             continue
         row: dict[str, Any] = dict(zip(("capacity", "batch", "start"), place, strict=True))
-        for name in _FIGURES:
+        for name in (*_TIMES, _RATE):
             old, new = before[place][name], current[place][name]
             row[name] = {"before": old, "now": new, "change": _change(old, new)}
         found.append(row)
@@ -64,14 +64,15 @@ def changes(earlier: Fields, now: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _figures(data: Fields) -> dict[_Place, dict[str, float | None]]:
-    found = {}
+    found: dict[_Place, dict[str, float | None]] = {}
     for row in data.parts("rows"):
         capacity = row.count("capacity") if "capacity" in row else None
         for start in STARTS:
             if start in row:
                 part = row.part(start)
                 place = capacity, row.count("batch"), start
-                found[place] = {name: part.number_or_none(name) for name in _FIGURES}
+                found[place] = {name: part.number(name) for name in _TIMES}
+                found[place][_RATE] = part.rate_or_none(_RATE)
     return found
 
 

@@ -49,6 +49,11 @@ class Wanted:
         """Of a sequence."""
         return self.prompt_tokens + self.steps + 1
 
+    @property
+    def kv_tokens(self) -> int:
+        """Of the largest batch together."""
+        return max(self.batches) * self.max_positions
+
 
 class Resident(NamedTuple):
     """What the resident model did.
@@ -81,6 +86,9 @@ def measure(source: Source, wanted: Wanted, on_done: Callable[[], None]) -> dict
     Raises:
         ConfigError: a size that cannot be, or a resident model that does not fit.
     """
+    for size in wanted.sizes:
+        source.check(size, wanted.kv_tokens)
+    free_memory()
     resident = Resident([], [], {}, [])
     if wanted.has_resident:
         resident = _measure_resident(source, wanted)
@@ -118,7 +126,7 @@ def _measure_cache(
 ) -> tuple[dict[str, Any], list[Row]]:
     """What is true of all caches, and the rows of this one."""
     start = time.perf_counter()
-    model = source.cached(size, max(wanted.batches) * wanted.max_positions)
+    model = source.cached(size, wanted.kv_tokens)
     about = _about(model, size) | {"load_seconds": time.perf_counter() - start}
     facts, said = _facts(model), _verified(model, resident)
     link = link_gb_s(facts["expert_nbytes"], model.device)

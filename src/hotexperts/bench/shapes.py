@@ -127,13 +127,13 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def find_shape(name: str, num_layers: int | None) -> Shape:
-    """A shape by its name, in any case.
+def find_shape(name: str, num_layers: int | None) -> tuple[str, Shape]:
+    """A shape by its name, in any case; with the name as it is written here.
 
     Raises:
         ConfigError: no such shape, or layers that it cannot have.
     """
-    by_name = {known.lower(): shape for known, shape in SHAPES.items()}
-    if name.lower() not in by_name:
+    known = {each.lower(): each for each in SHAPES}.get(name.lower())
+    if known is None:
         raise ConfigError(f"--shape {name!r:.60}: give one of {', '.join(SHAPES)}")
-    return by_name[name.lower()].cut(num_layers)
+    return known, SHAPES[known].cut(num_layers)

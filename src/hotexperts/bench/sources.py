@@ -17,6 +17,7 @@ from hotexperts.bench.routing import Routing
 from hotexperts.bench.shapes import Shape
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
+from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
 
 
@@ -36,6 +37,9 @@ class Group(NamedTuple):
 
 class Source(Protocol):
     """Gives the same model, resident or cached, and what to feed it."""
+
+    def check(self, size: str, kv_tokens: int) -> None:
+        """Refuse a size before the long part begins, where that can be known."""
 
     def resident(self) -> Any:
         """The model with every expert on the device, as Transformers alone has it."""
@@ -64,6 +68,11 @@ class ShapeSource:
     routing: Routing
     num_groups: int
     options: Mapping[str, Any]
+
+    def check(self, size: str, kv_tokens: int) -> None:
+        """See `Source`; whether a budget is enough shows when the model is there."""
+        if size.isdecimal():
+            fixed_capacity(int(size), [LayerShape(self.shape.num_experts, self.shape.top_k, 0)])
 
     def resident(self) -> Any:
         """See `Source`."""
@@ -116,6 +125,10 @@ class CheckpointSource:
     texts: Mapping[str, Sequence[int]]
     options: Mapping[str, Any]
 
+    def check(self, size: str, kv_tokens: int) -> None:
+        """See `Source`; the experts are left in the file, so that it is quick."""
+        self._load(size, kv_tokens, {"expert_store": "file", "cache_mode": "host"})
+
     def resident(self) -> Any:
         """See `Source`."""
         from transformers import AutoModelForCausalLM
@@ -133,6 +146,9 @@ class CheckpointSource:
 
     def cached(self, size: str, kv_tokens: int) -> Any:
         """See `Source`."""
+        return self._load(size, kv_tokens, {})
+
+    def _load(self, size: str, kv_tokens: int, instead: Mapping[str, Any]) -> Any:
         return load(
             self.path,
             expert_cache_size=size,
@@ -140,7 +156,7 @@ class CheckpointSource:
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
-            **self.options,
+            **{**self.options, **instead},
         )
 
     def groups(self, model: Any, batch: int, num_tokens: int) -> list[Group]:

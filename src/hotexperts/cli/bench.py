@@ -116,11 +116,11 @@ def bench(
         if 0 in batches:
             raise ConfigError("--batch 0: give at least 1")
         domains = lists.split("--domain", domain, list(DOMAINS))
-        for name in domains:
-            lists.check_choice("--domain", name, list(DOMAINS))
+        for each in domains:
+            lists.check_choice("--domain", each, list(DOMAINS))
         POLICIES.load(policy)
         options.check_cache_mode(cache_mode, expert_store)
-        found_shape = None if shape is None else find_shape(shape, layers)
+        name, found_shape = (None, None) if shape is None else find_shape(shape, layers)
         earlier = None if compare is None else read_earlier(compare)
 
         from hotexperts.cli.benchmark import Benchmark, run_benchmark
@@ -129,7 +129,7 @@ def bench(
             Benchmark(
                 model=None if shape is not None else options.model_path(model),
                 shape=found_shape,
-                shape_name=shape,
+                shape_name=name,
                 traces=traces,
                 num_groups=sequences,
                 domains=domains,

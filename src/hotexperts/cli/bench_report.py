@@ -111,21 +111,28 @@ def _differences(data: Data) -> list[str]:
 
 def _changes(rows: list[Data]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("slots", "batch", "start", "tok/s", "prefill", "hits"):
+    columns = ("slots", "batch", "start", "tok/s was", "is", "change", "prefill", "hits")
+    for name in columns:
         table.add_column(name, justify="left" if name == "start" else "right", no_wrap=True)
     for row in rows:
-        speed, prefill, hits = row["tokens_per_s"], row["prefill_ms"], row["hit_rate"]
+        speed, hits = row["tokens_per_s"], row["hit_rate"]
+        has_hits = hits["before"] is not None and hits["now"] is not None
+        points = 100 * (hits["now"] - hits["before"]) if has_hits else None
         table.add_row(
             _slots(row["capacity"]),
             str(row["batch"]),
             row["start"],
-            f"{speed['before']:.1f} to {speed['now']:.1f} ({speed['change']:+.1%})",
-            f"{prefill['before']:.1f} to {prefill['now']:.1f} ms ({prefill['change']:+.1%})",
-            _UNKNOWN
-            if hits["now"] is None or hits["before"] is None
-            else f"{_percent(hits['before'])} to {_percent(hits['now'])}",
+            f"{speed['before']:.1f}",
+            f"{speed['now']:.1f}",
+            _signed(speed["change"]),
+            _signed(row["prefill_ms"]["change"]),
+            _UNKNOWN if points is None else f"{points:+.1f}",
         )
     return table
+
+
+def _signed(change: float | None) -> str:
+    return _UNKNOWN if change is None else f"{100 * change:+.1f} %"
 
 
 def _percent(rate: float | None) -> str:

@@ -104,12 +104,15 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
 
 def _json_page(path: Path) -> Page:
     from hotexperts.fields import FieldError, read_fields
+    from hotexperts.page.of_bench import bench_page
     from hotexperts.page.of_rows import rows_page
     from hotexperts.page.of_run import run_page
 
     data = read_fields(path)
     if isinstance(data, list):
         return rows_page(data)
+    if "benchmark" in data:
+        return bench_page(data)
     if "token_ids" in data:
         return run_page(data)
     raise FieldError(
