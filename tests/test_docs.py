@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM)
+BENCH, CLAIMS = ROOT / "docs/bench.md", ROOT / "docs/claims.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, BENCH, CLAIMS)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -27,6 +28,7 @@ HOMES = (  # what names of files may be relative to
     PACKAGE / "integrations/transformers",
     PACKAGE / "integrations/vllm",
     ROOT / "docs",
+    ROOT / "bench/results",
 )
 needs_transformers = pytest.mark.skipif(
     not importlib.util.find_spec("transformers"), reason="needs Transformers"

@@ -1,7 +1,7 @@
 """The `hotexperts` command: its subcommands, `--version`, and the exit status.
 
-Exit status: 0 done, 1 `verify` found a difference or `doctor` something red, 2 an error in what was
-asked for, 130 Ctrl-C.
+Exit status: 0 done, 1 `verify` or `bench` found a difference or `doctor` something red, 2 an error
+in what was asked for, 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hotexperts.page.svg import BOTTOM, HEIGHT, TOP, WIDTH, drawing, text, uprig
 _LEFT, _RIGHT = 64, 16
 _NUM_COLOURS = 8
 _MOST_DOTS = 40
+_LEAST = 1e-300  # below it the axis is that of nothing
 _APART = 34  # marks of an axis
 _STEPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 10.1)  # the last for what division loses
 
@@ -88,7 +89,9 @@ class _Frame:
     """Where values are in the drawing."""
 
     def __init__(self, x_range: tuple[float, float], y_most: float, right: float) -> None:
-        self.x_range = x_range if x_range[0] < x_range[1] else (x_range[0] - 1, x_range[1] + 1)
+        low, high = x_range
+        aside = max(1.0, abs(low) / 1e6) if low == high else 0.0  # of a single point
+        self.x_range = low - aside, high + aside
         self.y_most = y_most
         self.right = right
 
@@ -149,7 +152,7 @@ def _legend(lines: Sequence[Line]) -> str:
 
 def _round_up(most: float) -> float:
     """A number with few digits that is not below this one."""
-    if most <= 0:
+    if most < _LEAST:
         return 1.0
     unit: float = 10.0 ** math.floor(math.log10(most))
     return next(unit * step for step in _STEPS if most <= unit * step)
