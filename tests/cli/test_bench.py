@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench.test_models import tiny
 from bench.test_plain import saved_trace
-from cli.conftest import Cli
+from cli.conftest import Cli, save_tokenizer
 from cli.test_page import assert_one_line, texts
 from cli.test_verify import one_wrong_weight  # noqa: F401  # a fixture
 from hotexperts.bench.bound import bound
 from hotexperts.bench.shapes import SHAPES
+from hotexperts.cli.bench_report import bench_report
+from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
@@ -52,6 +55,17 @@ def test_a_model_through_two_caches(saved_model: Path, cli: Cli) -> None:
     full = rows[4]
     assert rows[2]["warm"]["hit_rate"] < full["warm"]["hit_rate"]
     assert rows[2]["warm"]["bytes_per_step"] > full["warm"]["bytes_per_step"]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "deepseek_v4"])
+def test_families_that_name_things_in_other_ways(family: str, tmp_path: Path, cli: Cli) -> None:
+    if cause := zoo.known_exception(family):
+        pytest.skip(cause)
+    folder = zoo.save_checkpoint(family, tmp_path)
+    save_tokenizer(folder)
+    row = bench(cli, folder, "--expert-cache-size", 3, "--domain", "prose")["rows"][-1]
+    assert row["verified"] is True
+    assert row["warm"]["hit_rate"] > 0
 
 
 def test_figures_of_a_row_fit_together(saved_model: Path, cli: Cli) -> None:
@@ -131,7 +145,8 @@ def test_the_table_fits_a_terminal(saved_model: Path, cli: Cli) -> None:
     assert (result.status, result.err) == (0, "")
     assert max(map(len, result.out.splitlines())) <= 80
     assert "…" not in result.out
-    for word in ("cold", "warm", "KiB", "%", "ms", "load: none", "2 slots, warm hits: code"):
+    assert "Every cache gives the resident model's bits." in " ".join(result.out.split())
+    for word in ("cold", "warm", "KiB", "%", "step ms", "load: none", "2 slots, warm hits: code"):
         assert word in result.out
 
 
@@ -170,6 +185,23 @@ def test_what_bench_prints_has_a_page(saved_model: Path, tmp_path: Path, cli: Cl
     file.write_text(json.dumps(data))
     result = cli("report", file, "-o", page)
     assert_one_line(result, "field 'rows[2].warm.step_ms': None: a number, 0 or more was wanted")
+
+
+def test_large_figures_fit_a_terminal_too(capsys: pytest.CaptureFixture[str]) -> None:
+    part = {"prefill_ms": 123456.7, "step_ms": 12345.6, "tokens_per_s": 98765.4, "hit_rate": 1.0}
+    part |= {"bytes_per_step": 900 * 2**30, "percent_of_bound": 135.0}
+    about = {"batch": 128, "load_seconds": 123.4, "link_gb_s": 55.0}
+    rows = [{"capacity": None, **about, "warm": part}]
+    rows += [{"capacity": 1024, **about, "groups": [], "cold": part, "warm": part}]
+    data = dict.fromkeys(("model", "model_class", "dtype", "routing"), "x")
+    data |= {"num_layers": 1, "num_experts": 2, "prompt_tokens": 3, "steps": 4, "rows": rows}
+    data |= {"expert_nbytes": 1, "machine": {"cpu_cores": 2}, "domains": []}
+    Console(width=80).print(bench_report(data))
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "none" in said
+    for cell in ("123,457", "12,346", "98765.4", "100.0 %", "900 GiB", "135 %"):
+        assert said.count(cell) == 3
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hotexperts.bench.rows import Found, Row, cached_row, resident_row
 from hotexperts.bench.sources import Source, free_memory, resident_or_refuse
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.integrations.transformers.experts import BATCHED_MAX_PAIRS, set_algorithm
+from hotexperts.integrations.transformers.modules import top_k_of
 
 _WARM_UP_STEPS = 2
 _VERIFY_PROMPT_TOKENS, _VERIFY_TOKENS = 32, 8
@@ -224,7 +225,7 @@ def _decoded(source: Source, model: Any, wanted: Wanted, batch: int) -> Found:
 
 def _like_the_cache(model: Any) -> Callable[[int], None]:
     """Let the resident model multiply as a cached one does by itself."""
-    top_k = model.config.get_text_config().num_experts_per_tok
+    top_k = top_k_of(model.config.get_text_config(), BATCHED_MAX_PAIRS)
 
     def choose(num_tokens: int) -> None:
         is_few = model.device.type == "cuda" and num_tokens * top_k <= BATCHED_MAX_PAIRS

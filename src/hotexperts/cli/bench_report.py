@@ -43,10 +43,8 @@ def _title(data: Data) -> str:
 
 
 def _table(data: Data) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("slots", "batch", "start", "prefill", "step", "tok/s", "hits", "missed", "bound")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "start" else "right", no_wrap=True)
+    names = ("slots", "batch", "start", "prefill ms", "step ms", "tok/s", "hits", "missed", "bound")
+    table = _headed(*names)
     for row in data["rows"]:
         first = [_slots(row["capacity"]), str(row["batch"])]
         for start in _STARTS:
@@ -55,6 +53,14 @@ def _table(data: Data) -> Table:
                 first = ["", ""]
         if first[1]:
             table.add_row(*first, "DIFFERENT")
+    return table
+
+
+def _headed(*names: str) -> Table:
+    """Narrow enough for 80 characters."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, justify="left" if name == "start" else "right", no_wrap=True)
     return table
 
 
@@ -85,8 +91,8 @@ def _cells(part: Data) -> list[str]:
     missed = part.get("bytes_per_step")
     bound = part.get("percent_of_bound")
     return [
-        f"{part['prefill_ms']:.1f} ms",
-        f"{part['step_ms']:.2f} ms",
+        _ms(part["prefill_ms"]),
+        _ms(part["step_ms"]),
         f"{part['tokens_per_s']:.1f}",
         _percent(part.get("hit_rate")),
         _UNKNOWN if missed is None else format_bytes(int(missed)),
@@ -96,6 +102,8 @@ def _cells(part: Data) -> list[str]:
 
 def _differences(data: Data) -> list[str]:
     lines = []
+    if all(row["verified"] for row in data["rows"] if "verified" in row):
+        lines.append("Every cache gives the resident model's bits.")
     if all(row.get("verified") is None for row in data["rows"]):
         lines.append("Not verified, and no bound: the resident model was left out.")
     for row in data["rows"]:
@@ -110,10 +118,7 @@ def _differences(data: Data) -> list[str]:
 
 
 def _changes(rows: list[Data]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("slots", "batch", "start", "tok/s was", "is", "change", "prefill", "hits")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "start" else "right", no_wrap=True)
+    table = _headed("slots", "batch", "start", "tok/s was", "is", "change", "prefill", "hits")
     for row in rows:
         speed, hits = row["tokens_per_s"], row["hit_rate"]
         has_hits = hits["before"] is not None and hits["now"] is not None
@@ -133,6 +138,11 @@ def _changes(rows: list[Data]) -> Table:
 
 def _signed(change: float | None) -> str:
     return _UNKNOWN if change is None else f"{100 * change:+.1f} %"
+
+
+def _ms(value: float) -> str:
+    """Three digits at least."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 100 else 2}f}"
 
 
 def _percent(rate: float | None) -> str:
