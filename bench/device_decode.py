@@ -14,7 +14,7 @@ missed bytes / link) / step.
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import cases
 import core_decode
 import machine
 import olmoe
+from hotexperts.bench.decode import Decoder
 
 CASES = (
     "resident",
@@ -111,84 +112,26 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Decode:
-    """Prefills eagerly, then replays one captured decode step."""
+    """Prefills eagerly, then replays one captured decode step; sums what several sequences took."""
 
     def __init__(self, model: Any, trace: Path) -> None:
-        self.model = model
-        self.cache = getattr(model, "expert_cache", None)
-        self.replay = olmoe.Replay(trace, model, "cuda")
-        self.tokens = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
-        self.kv: Any = None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self._decoder = Decoder(model, max_positions=MAX_POSITIONS, uses_graph=True)
+        self._replay = olmoe.Replay(trace, model, "cuda")
         self.prefill_ms: list[float] = []
         self.step_ms: list[float] = []
         self.last_tokens: list[int] = []
         self.hits = self.misses = self.bytes_moved = 0
 
-    @torch.no_grad()
     def sequence(self, index: int, num_steps: int) -> None:
         """A prefill of 128 tokens and `num_steps` replays."""
         prompt = torch.arange(olmoe.PREFILL_TOKENS, device="cuda").unsqueeze(0)
-        self._fresh_kv()
-        if self.graph is None:
-            self._capture(prompt)
-        self.replay.show(index, 0, olmoe.PREFILL_TOKENS)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        logits = self.model(prompt, past_key_values=self.kv, logits_to_keep=1).logits
-        torch.cuda.synchronize()
-        self.prefill_ms.append(1e3 * (time.perf_counter() - start))
-        self.tokens.copy_(logits[:, -1:].argmax(-1))
-        if self.cache is not None:
-            self.cache.reset_stats()
-        assert self.graph is not None
-        for step in range(num_steps):
-            self.replay.show(index, olmoe.PREFILL_TOKENS + step, 1)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self.graph.replay()
-            torch.cuda.synchronize()
-            self.step_ms.append(1e3 * (time.perf_counter() - start))
-        self.last_tokens.append(int(self.tokens))
-        if self.cache is not None:
-            stats = self.cache.stats
-            self.hits += stats.hits
-            self.misses += stats.misses
-            self.bytes_moved += stats.bytes_moved
-
-    def _fresh_kv(self) -> None:
-        if self.kv is None:
-            from transformers import StaticCache
-
-            self.kv = StaticCache(config=self.model.config, max_cache_len=MAX_POSITIONS)
-            return
-        for layer in self.kv.layers:
-            if not layer.is_initialized:
-                continue
-            layer.keys.zero_()
-            layer.values.zero_()
-            layer.cumulative_length.zero_()
-
-    def _capture(self, prompt: torch.Tensor) -> None:
-        self.replay.show(0, 0, olmoe.PREFILL_TOKENS)
-        self.model(prompt, past_key_values=self.kv, logits_to_keep=1)
-        self.replay.show(0, olmoe.PREFILL_TOKENS, 1)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._step()
-        self._fresh_kv()
-        if self.cache is not None:
-            self.cache.reset()
-
-    def _step(self) -> None:
-        out = self.model(self.tokens, past_key_values=self.kv, logits_to_keep=1)
-        self.tokens.copy_(out.logits[:, -1:].argmax(-1))
+        taken = self._decoder.sequence(prompt, partial(self._replay.show, index), num_steps)
+        self.prefill_ms.append(taken.prefill_ms)
+        self.step_ms += taken.step_ms
+        self.last_tokens += taken.last_tokens
+        self.hits += taken.decode.hits
+        self.misses += taken.decode.misses
+        self.bytes_moved += taken.decode.bytes_moved
 
 
 def link() -> float:

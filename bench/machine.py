@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import date
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from hotexperts.bench import machine as hot
+from hotexperts.bench.machine import first_line, spread
+
+__all__ = ["describe", "spread", "write"]
 
 
 @cache
@@ -22,27 +22,9 @@ def describe() -> dict[str, Any]:
 
     Where the code lies outside of a git checkout, HOTEXPERTS_COMMIT names the commit.
     """
-    import torch
-
-    found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "cpu_cores": os.cpu_count(),
-        "kernel": platform.release().split("-")[0],
-        "versions": {name: _version(name) for name in ("torch", "triton", "transformers", "vllm")},
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["driver"] = _first_line(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        )
-    return found
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    commit = os.environ.get("HOTEXPERTS_COMMIT") or first_line(["git", "rev-parse", "HEAD"])
+    found = hot.describe()
+    return {"date": found.pop("date"), "commit": commit, **found}
 
 
 def write(path: Path, name: str, results: dict[str, Any]) -> None:
@@ -65,22 +47,3 @@ def _without_paths(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = argument in ("--out", "--traces")
     return kept
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    return os.environ.get("HOTEXPERTS_COMMIT") or _first_line(["git", "rev-parse", "HEAD"])
-
-
-def _first_line(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip().split("\n")[0]

@@ -20,7 +20,7 @@ HEAVY = (
 )
 HELP = """
 from hotexperts.cli.main import main
-for command in ("run", "serve", "verify", "simulate", "trace", "doctor", "plan", "top"):
+for command in "run serve verify simulate trace doctor plan report bench top".split():
     assert main([command, "--help"]) == 0
 assert main(["--help"]) == main(["--version"]) == 0
 """
@@ -38,6 +38,8 @@ def imported_heavies(code: str) -> list[str]:
     [
         "import hotexperts",
         "import hotexperts.demo",
+        "import hotexperts.bench.earlier, hotexperts.bench.routing, hotexperts.bench.shapes",
+        "import hotexperts.page.of_trace",
         "import hotexperts.policy.adv",
         "import hotexperts.residency",
         "import hotexperts.simulate.sweep",

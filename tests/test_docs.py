@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
-SERVING = ROOT / "docs/serving.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING)
+SERVING, BENCH = ROOT / "docs/serving.md", ROOT / "docs/bench.md"
+CLAIMS = ROOT / "docs/claims.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -29,6 +30,7 @@ HOMES = (  # what names of files may be relative to
     PACKAGE / "integrations/vllm",
     PACKAGE / "serve",
     ROOT / "docs",
+    ROOT / "bench/results",
 )
 needs_transformers = pytest.mark.skipif(
     not importlib.util.find_spec("transformers"), reason="needs Transformers"
@@ -56,7 +58,18 @@ def test_python_blocks_run(
 
 def test_every_option_in_the_documents_exists() -> None:
     root = typer.main.get_command(app)
-    commands = ("run", "serve", "verify", "simulate", "trace", "doctor", "plan", "top")
+    commands = (
+        "run",
+        "serve",
+        "verify",
+        "simulate",
+        "trace",
+        "doctor",
+        "plan",
+        "report",
+        "bench",
+        "top",
+    )
     texts = "".join(document.read_text() for document in DOCUMENTS)
     used = re.findall(rf"hotexperts ({'|'.join(commands)})\b([^\n`]*)", texts)
     assert {command for command, _ in used} == set(commands)

@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
+BENCH = ["bench", "--expert-cache-size", "8,16", "--batch", "1,4"]
 PROMPT = "def read_file(path):"
 SUMMARIES = (  # the last words of ruff check, ruff format, mypy, lint-imports and pytest
     r"All checks passed!|\d+ files already formatted|Success: no issues found.*|Contracts: .*|"
@@ -45,6 +46,9 @@ def main() -> None:
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
     readme.write_text(filled(text, contents))
+    page = ROOT / "docs/bench.md"
+    bench = fenced(f"hotexperts {' '.join(BENCH)}", command(BENCH))
+    page.write_text(filled(page.read_text(), {"bench": bench}))
     policies = ROOT / "docs/policies.md"
     policies.write_text(filled(policies.read_text(), {"policies": policy_tables()}))
 

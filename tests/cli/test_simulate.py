@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cli.conftest import Cli, Result
@@ -197,22 +196,15 @@ def test_a_plot_is_a_picture(trace: Path, tmp_path: Path, cli: Cli) -> None:
     result = cli("simulate", trace, "--batch", "1,2", "--plot", tmp_path / "curves.png")
     assert (result.status, result.err) == (0, "")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert cli("simulate", trace, "--plot", tmp_path / "curves.html").status == 0
-    page = (tmp_path / "curves.html").read_text()
-    assert page.count("<svg") == page.count("</svg>") == 1
-    assert "<script" not in page
-    assert "http" not in page.split("<svg", 1)[0]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
-def test_a_heat_map_counts_decode_layer_by_layer() -> None:
-    from hotexperts.cli.curves import use_by_layer
-
-    ids = np.array([[[0, 1], [2, 3]], [[0, 1], [2, -1]], [[0, 3], [1, 2]]])
-    trace = Trace(ids, np.array([0, 1, 1]), np.zeros(3, int), {"n_experts": 4})
-    assert use_by_layer(trace).tolist() == [[2, 1, 0, 1], [0, 4 / 3, 8 / 3, 0]]
-    prompts = Trace(ids, np.zeros(3, int), np.zeros(3, int), {"n_experts": 4})
-    assert use_by_layer(prompts)[0].tolist() == [2, 4 / 3, 0, 2 / 3]
+def test_a_plot_as_a_page(trace: Path, tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "curves.html"
+    assert cli("simulate", trace, "--batch", "1,2", "--plot", path).status == 0
+    page = path.read_text()
+    assert page.count("<svg") == page.count("</svg>") == 4, "two batches, two heat maps"
+    assert page.count("<polyline") == 2 * 3, "lru, adv and belady in each batch"
+    assert "matplotlib" not in page
 
 
 def test_help_needs_no_numpy() -> None:

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from hotexperts.errors import ConfigError
 from hotexperts.policy import POLICIES
-from hotexperts.simulate import Outcome, Trace, belady, replay
+from hotexperts.simulate import Outcome, Rules, Trace, belady, replay
+from hotexperts.simulate.replay import misses_by_step
+from hotexperts.simulate.rules import Sequences
 from hotexperts.simulate.schedule import LayerCall, layer_calls, schedule
+from hotexperts.simulate.trace import use_by_layer
 from simulate.models import batched_calls, lettered, lru_hits, most_hits, token_calls
 
 
@@ -169,3 +172,30 @@ def test_an_unknown_policy_and_a_trace_without_decode_are_refused() -> None:
         replay(lettered("A"), "clock", 1)
     with pytest.raises(ConfigError, match="no decode tokens"):
         replay(lettered("a b"), "lru", 1)
+
+
+def test_use_counts_decode_layer_by_layer() -> None:
+    ids = np.array([[[0, 1], [2, 3]], [[0, 1], [2, -1]], [[0, 3], [1, 2]]])
+    trace = Trace(ids, np.array([0, 1, 1]), np.zeros(3, int), {"n_experts": 4})
+    assert use_by_layer(trace).tolist() == [[2, 1, 0, 1], [0, 4 / 3, 8 / 3, 0]]
+    prompts = Trace(ids, np.zeros(3, int), np.zeros(3, int), {"n_experts": 4})
+    assert use_by_layer(prompts)[0].tolist() == [2, 4 / 3, 0, 2 / 3]
+
+
+def test_misses_of_each_step_by_hand() -> None:
+    assert misses_by_step(lettered("A B A C B"), "lru", 2).tolist() == [[1], [1], [0], [1], [1]]
+    both = misses_by_step(lettered("a A B A C B", "b B"), "lru", 2)
+    assert both.tolist() == [[0], [1], [0], [1], [1], [0]], "prompts are played, not counted"
+
+
+@given(trace=traces(), batch=st.integers(1, 2), rules=st.sampled_from(["warm", "cold"]))
+@settings(deadline=None, max_examples=50)
+def test_misses_of_steps_add_up_to_those_of_the_replay(
+    trace: Trace, batch: int, rules: Sequences
+) -> None:
+    batch = min(batch, len(trace.sequences()))
+    options = ("adv", 3, batch, "warm", Rules(sequences=rules))
+    steps = misses_by_step(trace, *options)
+    whole = replay(trace, *options)
+    assert steps.sum(axis=0).tolist() == [layer.misses for layer in whole.layers]
+    assert len(steps) == sum(step.counted for step in schedule(trace, batch, "warm"))

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from hotexperts.bench.difference import (
+    Step,
+    first_difference,
+    likeliest,
+    max_difference,
+    number_or_none,
+    record,
+)
 from hotexperts.cache.device_mode import ChosenMode, choose_mode
 from hotexperts.cli.console import loading, quiet_libraries
-from hotexperts.cli.difference import Step, first_difference, max_difference, number_or_none
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
@@ -64,9 +71,12 @@ def verify_model(wanted: Comparison) -> Data:
     _free_memory()
     sizes = wanted.sizes or _default_sizes(data["num_experts"])
     _check_sizes(wanted, sizes, data["num_experts"])
-    expected = _record(_resident(wanted, data["device"]), ids, [], wanted.num_tokens)
+    resident = _resident(wanted, data["device"])
+    with quiet_libraries():
+        expected = record(resident, ids, [], wanted.num_tokens)
+    del resident
     _free_memory()
-    tokens = [int(step.logits[-1].argmax()) for step in expected]
+    tokens = likeliest(expected)
     rows = [_compare_at(size, wanted, ids, expected, tokens) for size in sizes]
     return {
         **data,
@@ -184,30 +194,12 @@ def _compare_at(
     }
 
 
-def _record(model: Any, ids: list[int], forced: list[int], num_tokens: int) -> list[Step]:
-    """The prompt in one pass, then one token a pass: `forced` ones, or the likeliest."""
-    steps: list[Step] = []
-    fed, past = ids, None
-    with quiet_libraries(), torch.no_grad():
-        for index in range(num_tokens):
-            out = model(
-                input_ids=torch.tensor([fed], device=model.device),
-                past_key_values=past,
-                use_cache=True,
-                output_hidden_states=True,
-            )
-            past = out.past_key_values
-            hidden = [tensor[0].cpu() for tensor in out.hidden_states or ()]
-            steps.append(Step(hidden, out.logits[0].cpu()))
-            fed = [forced[index] if forced else int(out.logits[0, -1].argmax())]
-    return steps
-
-
 def _record_cached(
     size: str, wanted: Comparison, ids: list[int], tokens: list[int]
 ) -> tuple[list[Step], int, CacheStats]:
     model = _cached(wanted, size)
-    found = _record(model, ids, tokens, wanted.num_tokens)
+    with quiet_libraries():
+        found = record(model, ids, tokens, wanted.num_tokens)
     return found, model.expert_cache.capacity, model.expert_cache.stats
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hotexperts.simulate.sweep import BELADY, FRAME, LRU, Cell, Counts, Sweep
-from hotexperts.simulate.trace import DECODE, NOT_RECORDED, Trace
+from hotexperts.simulate.trace import Trace, use_by_layer
 
 _WIDTH, _HEIGHT = 4.5, 3.4  # inches of one trace with one batch
 _FRAME = {LRU: {"color": "0.45"}, BELADY: {"color": "black", "linestyle": "--"}}
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body{{font-family:sans-serif;margin:2em}}svg{{max-width:100%;height:auto}}</style>
-<h1>{title}</h1>
-{picture}
-</html>
-"""
 
 
 def draw_curves(sweep: Sweep, counts: Counts, path: Path) -> None:
@@ -33,7 +24,7 @@ def draw_curves(sweep: Sweep, counts: Counts, path: Path) -> None:
     Args:
         sweep: what was replayed.
         counts: from `run_sweep`.
-        path: `.html` is a page of its own, other ends are what matplotlib writes.
+        path: its end says what matplotlib writes.
 
     Raises:
         OSError: the file cannot be written.
@@ -45,24 +36,7 @@ def draw_curves(sweep: Sweep, counts: Counts, path: Path) -> None:
         for axis, batch in zip(row, sweep.batches, strict=False):
             _draw_one(axis, sweep, counts, name, batch)
         _draw_heat(figure, row[-1], trace)
-    if path.suffix == ".html":
-        path.write_text(_page(figure, ", ".join(Path(name).name for name in sweep.traces)))
-    else:
-        figure.savefig(path, dpi=150)
-
-
-def use_by_layer(trace: Trace) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`[layer, expert]`: tokens of decode that ask for each expert, in parts of the layer's mean.
-
-    Where a trace has no decode, all of its tokens count.
-    """
-    is_counted = trace.phase == DECODE if (trace.phase == DECODE).any() else trace.phase >= 0
-    found = np.zeros((trace.num_layers, trace.num_experts))
-    for layer in range(trace.num_layers):
-        ids = trace.ids[is_counted, layer].ravel()
-        found[layer] = np.bincount(ids[ids != NOT_RECORDED], minlength=trace.num_experts)
-    found /= np.maximum(found.mean(axis=1, keepdims=True), 1e-9)
-    return found
+    figure.savefig(path, dpi=150)
 
 
 def _draw_heat(figure: Any, axis: Any, trace: Trace) -> None:
@@ -72,13 +46,6 @@ def _draw_heat(figure: Any, axis: Any, trace: Trace) -> None:
     axis.set_xlabel("experts, the most used first")
     axis.set_ylabel("layer")
     figure.colorbar(image, ax=axis, label="times the layer's mean")
-
-
-def _page(figure: Figure, title: str) -> str:
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    picture = drawn.getvalue()
-    return _PAGE.format(title=html.escape(title), picture=picture[picture.index("<svg") :])
 
 
 def _draw_one(axis: Any, sweep: Sweep, counts: Counts, name: str, batch: int) -> None:

@@ -1,7 +1,7 @@
 """The `hotexperts` command: its subcommands, `--version`, and the exit status.
 
-Exit status: 0 done, 1 `verify` found a difference or `doctor` something red, 2 an error in what was
-asked for, 130 Ctrl-C.
+Exit status: 0 done, 1 `verify` or `bench` found a difference or `doctor` something red, 2 an error
+in what was asked for, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 import hotexperts
+from hotexperts.cli.bench import bench
 from hotexperts.cli.doctor import doctor
+from hotexperts.cli.page import report
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.serve import Command as ServeCommand
@@ -32,8 +34,10 @@ app = typer.Typer(
 app.command()(run)
 app.command(cls=ServeCommand)(serve)
 app.command()(verify)
+app.command()(bench)
 app.command()(simulate)
 app.command()(trace)
+app.command()(report)
 app.command()(plan)
 app.command()(top)
 app.command()(doctor)

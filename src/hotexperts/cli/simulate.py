@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from hotexperts import __version__
 from hotexperts.cli import console, lists, options, report
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
@@ -24,7 +25,8 @@ _TIES = ("id", "listed")
 _POOLS = ("layer", "global", "split")
 _SEQUENCES = ("warm", "cold")
 _PREFILLS = ("warm", "seed", "ignore")
-_PLOTS = (".png", ".svg", ".pdf", ".html")
+_PAGE = ".html"
+_PLOTS = (".png", ".svg", ".pdf", _PAGE)
 _STDOUT = "-"
 _PROMPTS = "trace"  # of --preload
 
@@ -131,8 +133,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Draw hit rates over slots, and how evenly experts are used: .png, .svg, .pdf or "
-            ".html (needs matplotlib).",
+            help="Draw hit rates over slots, and how evenly experts are used: .html, or .png, .svg "
+            "or .pdf (these need matplotlib).",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that replay.")] = 1,
@@ -175,7 +177,8 @@ def _check_outputs(json_file: str | None, plot: str | None) -> None:
     if plot is not None:
         if Path(plot).suffix not in _PLOTS:
             raise ConfigError(f"--plot {plot}: end the name in {', '.join(_PLOTS)}")
-        import matplotlib  # noqa: F401  # absent, it is named here rather than after the replays
+        if Path(plot).suffix != _PAGE:
+            import matplotlib  # noqa: F401  # absent, it is named here, not after the replays
 
 
 def _rules(ties: str, pool: str, pool_floor: int, sequences: str, preload: str | None) -> Rules:
@@ -218,10 +221,15 @@ def _check_name(name: str, option: str = "") -> None:
 
 
 def _draw(sweep: Sweep, counts: Any, path: Path) -> None:
-    from hotexperts.cli.curves import draw_curves
-
     try:
-        draw_curves(sweep, counts, path)
+        if path.suffix == _PAGE:
+            from hotexperts.page.of_sweep import sweep_page
+
+            path.write_bytes(sweep_page(sweep, counts).render(f"hotexperts {__version__}"))
+        else:
+            from hotexperts.cli.curves import draw_curves
+
+            draw_curves(sweep, counts, path)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error}: name another file") from error
 

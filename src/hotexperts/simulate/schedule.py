@@ -23,11 +23,13 @@ class Step:
         tokens: their rows in the trace.
         counted: decode; prefill is played and not counted.
         evict: False takes free slots only.
+        number: of the counted steps, from 0 on; 0 in others.
     """
 
     tokens: list[int]
     counted: bool
     evict: bool
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class LayerCall:
         counted: see `Step`.
         evict: see `Step`.
         layer: whose call it is.
+        step: see `Step.number`.
     """
 
     demand: list[int]
@@ -47,6 +50,7 @@ class LayerCall:
     counted: bool
     evict: bool
     layer: int = 0
+    step: int = 0
 
 
 def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
@@ -69,12 +73,14 @@ def schedule(trace: Trace, batch: int, prefill: Prefill) -> list[Step]:
     phase = trace.phase.tolist()
     steps: list[Step] = []
     lanes: list[deque[int]] = [deque() for _ in range(batch)]
+    number = 0
     while True:
         found = [_next_decode(lane, unused, phase, prefill, steps) for lane in lanes]
         tokens = [token for token in found if token is not None]
         if len(tokens) < batch:
             return steps
-        steps.append(Step(tokens, counted=True, evict=True))
+        steps.append(Step(tokens, counted=True, evict=True, number=number))
+        number += 1
 
 
 def layer_calls(
@@ -98,7 +104,7 @@ def layer_calls(
             demand = list(counts) if ties == "listed" else sorted(counts)
             if demand:
                 tokens = [counts[expert] for expert in demand]
-                yield LayerCall(demand, tokens, step.counted, step.evict, layer)
+                yield LayerCall(demand, tokens, step.counted, step.evict, layer, step.number)
 
 
 def cut_at_ends(trace: Trace, steps: list[Step]) -> list[list[Step]]:

@@ -67,6 +67,20 @@ class Trace:
         return list(tokens.values())
 
 
+def use_by_layer(trace: Trace) -> npt.NDArray[np.float64]:
+    """`[layer, expert]`: tokens of decode that ask for each expert, in parts of the layer's mean.
+
+    Where a trace has no decode, all of its tokens count.
+    """
+    is_counted = trace.phase == DECODE if (trace.phase == DECODE).any() else trace.phase >= 0
+    found = np.zeros((trace.num_layers, trace.num_experts))
+    for layer in range(trace.num_layers):
+        ids = trace.ids[is_counted, layer].ravel()
+        found[layer] = np.bincount(ids[ids != NOT_RECORDED], minlength=trace.num_experts)
+    found /= np.maximum(found.mean(axis=1, keepdims=True), 1e-9)
+    return found
+
+
 def _frozen_ints(name: str, values: Any) -> Ints:
     found = np.asarray(values)
     if found.dtype.kind not in "iu":

@@ -178,6 +178,18 @@ class CachedExperts:
         return proxy
 
 
+def set_algorithm(model: nn.Module, algorithm: Algorithm) -> None:
+    """Let a cached model multiply in another way from now on; its slots stay as they are.
+
+    Args:
+        model: with an `expert_cache`.
+        algorithm: as for `CachedExperts`.
+    """
+    for module in model.modules():
+        if isinstance(layer := getattr(module, "_hotexperts", None), CachedExperts):
+            layer.algorithm = algorithm
+
+
 def _multiply(algorithm: str, module: nn.Module) -> Any:
     if algorithm == "eager":
         return compat.original_forward(module)

@@ -134,7 +134,7 @@ def _describe(name: str, module: nn.Module) -> ExpertsModule:
         )
     _, num_experts = ExpertLayout.of(parameters)
     return ExpertsModule(
-        name, module, layout_of(parameters), num_experts, _top_k(module, num_experts)
+        name, module, layout_of(parameters), num_experts, top_k_of(module.config, num_experts)
     )
 
 
@@ -145,8 +145,13 @@ def layout_of(parameters: Mapping[str, torch.Tensor]) -> ExpertLayout:
     )
 
 
-def _top_k(module: nn.Module, num_experts: int) -> int:
-    config = module.config
+def top_k_of(config: Any, num_experts: int) -> int:
+    """Experts a token, as far as a configuration says: the most of any layer; 1 where it is mute.
+
+    Args:
+        config: Transformers', of the text part.
+        num_experts: that a token cannot ask for more than.
+    """
     for name in (
         "num_experts_per_tok",
         "top_k_experts",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-from hotexperts.cli.report import Data
 
 
 class Step(NamedTuple):
@@ -16,9 +14,40 @@ class Step(NamedTuple):
     logits: torch.Tensor
 
 
+def record(model: Any, ids: list[int], forced: list[int], num_tokens: int) -> list[Step]:
+    """The prompt in one pass, then one token a pass: `forced` ones, or the likeliest.
+
+    Args:
+        model: a Transformers model.
+        ids: of the prompt.
+        forced: tokens to feed after it; none feeds what the model finds.
+        num_tokens: passes.
+    """
+    steps: list[Step] = []
+    fed, past = ids, None
+    with torch.no_grad():
+        for index in range(num_tokens):
+            out = model(
+                input_ids=torch.tensor([fed], device=model.device),
+                past_key_values=past,
+                use_cache=True,
+                output_hidden_states=True,
+            )
+            past = out.past_key_values
+            hidden = [tensor[0].cpu() for tensor in out.hidden_states or ()]
+            steps.append(Step(hidden, out.logits[0].cpu()))
+            fed = [forced[index] if forced else int(out.logits[0, -1].argmax())]
+    return steps
+
+
+def likeliest(steps: list[Step]) -> list[int]:
+    """The token that each pass would give next."""
+    return [int(step.logits[-1].argmax()) for step in steps]
+
+
 def first_difference(
     expected: list[Step], found: list[Step], num_prompt_tokens: int
-) -> Data | None:
+) -> dict[str, Any] | None:
     """Where the two part first, step by step and, within a step, layer by layer."""
     begin = 0
     for a, b in zip(expected, found, strict=True):

@@ -1,0 +1,1 @@
+"""Measuring a cached model: shapes, replayed routing, timed steps, and what bounds them."""

@@ -1,0 +1,197 @@
+"""Where the model of a benchmark comes from: a checkpoint, or a shape with random weights."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hotexperts.bench.decode import Show
+from hotexperts.bench.random_model import random_model
+from hotexperts.bench.replay import Replay
+from hotexperts.bench.routing import Routing
+from hotexperts.bench.shapes import Shape
+from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.repository import read_config
+from hotexperts.sizing import LayerShape, fixed_capacity
+from hotexperts.transformers import attach, load
+
+
+class Group(NamedTuple):
+    """Sequences that are decoded together.
+
+    Attributes:
+        name: what they are about.
+        prompt: ids, `[batch, tokens]`.
+        show: to call before each call of the model.
+    """
+
+    name: str
+    prompt: torch.Tensor
+    show: Show
+
+
+class Source(Protocol):
+    """Gives the same model, resident or cached, and what to feed it."""
+
+    def check(self, size: str, kv_tokens: int) -> None:
+        """Refuse a size before the long part begins, where that can be known."""
+
+    def resident(self) -> Any:
+        """The model with every expert on the device, as Transformers alone has it."""
+
+    def cached(self, size: str, kv_tokens: int) -> Any:
+        """The model with a cache; `size` as `load` takes it."""
+
+    def groups(self, model: Any, batch: int, num_tokens: int) -> list[Group]:
+        """What to decode, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeSource:
+    """A shape whose routers repeat given ids.
+
+    Attributes:
+        shape: the model's.
+        device: where it computes.
+        routing: the ids.
+        num_groups: to decode.
+        options: more for `attach`: policy, cache_mode, check_host_memory.
+    """
+
+    shape: Shape
+    device: str
+    routing: Routing
+    num_groups: int
+    options: Mapping[str, Any]
+
+    def check(self, size: str, kv_tokens: int) -> None:
+        """See `Source`; whether a budget is enough shows when the model is there."""
+        if size.isdecimal():
+            fixed_capacity(int(size), [LayerShape(self.shape.num_experts, self.shape.top_k, 0)])
+
+    def resident(self) -> Any:
+        """See `Source`."""
+        return random_model(self.shape, self.device).to(self.device)
+
+    def cached(self, size: str, kv_tokens: int) -> Any:
+        """See `Source`."""
+        return attach(
+            random_model(self.shape, self.device),
+            expert_cache_size=size,
+            kv_tokens=kv_tokens,
+            device=self.device,
+            **self.options,
+        )
+
+    def groups(self, model: Any, batch: int, num_tokens: int) -> list[Group]:
+        """See `Source`; row r of group g repeats sequence g * batch + r, from the first again."""
+        replay = Replay(self.routing.ids, model, self.device, batch * num_tokens)
+        prompt = torch.arange(num_tokens, device=self.device).repeat(batch, 1)
+        return [
+            Group(
+                f"sequences {first} to {first + batch - 1}" if batch > 1 else f"sequence {first}",
+                prompt,
+                partial(
+                    replay.show_rows,
+                    [(first + row) % replay.num_sequences for row in range(batch)],
+                ),
+            )
+            for first in range(0, self.num_groups * batch, batch)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A checkpoint that is fed texts of several domains.
+
+    Attributes:
+        path: the checkpoint's.
+        device: where it computes.
+        dtype: of the weights.
+        trust_remote_code: run Python code of the checkpoint.
+        texts: token ids by domain.
+        options: more for `load`: policy, expert_store, cache_mode, check_host_memory.
+    """
+
+    path: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    texts: Mapping[str, Sequence[int]]
+    options: Mapping[str, Any]
+
+    def check(self, size: str, kv_tokens: int) -> None:
+        """See `Source`; the experts are left in the file, so that it is quick."""
+        self._load(size, kv_tokens, {"expert_store": "file", "cache_mode": "host"})
+
+    def resident(self) -> Any:
+        """See `Source`."""
+        from transformers import AutoModelForCausalLM
+
+        trust = {"trust_remote_code": self.trust_remote_code}
+        config, _ = read_config(self.path, dict(trust))
+        return AutoModelForCausalLM.from_pretrained(
+            self.path,
+            config=config,
+            dtype=self.dtype,
+            device_map={"": self.device},
+            use_safetensors=True,
+            **trust,
+        ).eval()
+
+    def cached(self, size: str, kv_tokens: int) -> Any:
+        """See `Source`."""
+        return self._load(size, kv_tokens, {})
+
+    def _load(self, size: str, kv_tokens: int, instead: Mapping[str, Any]) -> Any:
+        return load(
+            self.path,
+            expert_cache_size=size,
+            kv_tokens=kv_tokens,
+            device=self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            **{**self.options, **instead},
+        )
+
+    def groups(self, model: Any, batch: int, num_tokens: int) -> list[Group]:
+        """See `Source`; each row begins elsewhere in its domain's text, which goes in a circle."""
+        return [
+            Group(name, _windows(ids, batch, num_tokens).to(self.device), lambda position, n: None)
+            for name, ids in self.texts.items()
+        ]
+
+
+def _windows(ids: Sequence[int], batch: int, num_tokens: int) -> torch.Tensor:
+    """`[batch, tokens]`, evenly spread over the text."""
+    starts = [row * len(ids) // batch for row in range(batch)]
+    rows = [[ids[(start + at) % len(ids)] for at in range(num_tokens)] for start in starts]
+    return torch.tensor(rows)
+
+
+def resident_or_refuse(source: Source) -> Any:
+    """The resident model.
+
+    Raises:
+        ConfigError: it does not fit the GPU.
+    """
+    try:
+        return source.resident()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the resident model does not fit the GPU, and a speed is only shown beside it: give "
+            "--no-resident to measure without a check and without a bound, or fewer --layers"
+        ) from error
+
+
+def free_memory() -> None:
+    """Give back what a model took that has just gone out of scope."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

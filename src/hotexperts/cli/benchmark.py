@@ -1,0 +1,121 @@
+"""What `bench` does once it needs torch: find the model and its routing, measure, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotexperts.bench.domains import DOMAINS
+from hotexperts.bench.earlier import NAME, changes, check_same
+from hotexperts.bench.machine import describe
+from hotexperts.bench.measure import Wanted, measure
+from hotexperts.bench.routing import find_routing
+from hotexperts.bench.shapes import Shape
+from hotexperts.bench.sources import CheckpointSource, ShapeSource, Source
+from hotexperts.cli.console import counting, quiet_libraries
+from hotexperts.cli.options import model_label
+from hotexperts.cli.report import Data
+from hotexperts.cli.text import load_tokenizer
+from hotexperts.errors import ConfigError
+from hotexperts.fields import Fields
+from hotexperts.integrations.transformers.options import find_device
+from hotexperts.integrations.transformers.positions import max_positions
+from hotexperts.integrations.transformers.repository import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """What is asked for.
+
+    Attributes:
+        model: path of a checkpoint; None for a shape.
+        shape: a shape; None for a checkpoint.
+        shape_name: its name.
+        traces: routing of a shape; None draws it.
+        num_groups: of sequences, for a shape.
+        domains: of texts, for a checkpoint.
+        sizes: see `Wanted`.
+        batches: see `Wanted`.
+        prompt_tokens: see `Wanted`.
+        steps: see `Wanted`.
+        has_resident: see `Wanted`.
+        device: None takes CUDA where there is one.
+        dtype: of a checkpoint's weights.
+        expert_store: of a checkpoint's experts.
+        trust_remote_code: run Python code of the checkpoint.
+        options: more for `load` and `attach`.
+    """
+
+    model: str | None
+    shape: Shape | None
+    shape_name: str | None
+    traces: Path | None
+    num_groups: int
+    domains: Sequence[str]
+    sizes: Sequence[str]
+    batches: Sequence[int]
+    prompt_tokens: int
+    steps: int
+    has_resident: bool
+    device: str | None
+    dtype: str
+    expert_store: str
+    trust_remote_code: bool
+    options: Mapping[str, Any]
+
+
+def run_benchmark(asked: Benchmark, earlier: Fields | None) -> Data:
+    """Measure, and compare with an earlier result where there is one.
+
+    Raises:
+        ConfigError: an option that cannot take effect, or an earlier result of something else.
+        HotExpertsError: whatever `load` and `attach` refuse.
+    """
+    device = str(find_device(asked.device))
+    source, about = (
+        _of_shape(asked, asked.shape, device) if asked.shape else _of_model(asked, device)
+    )
+    wanted = Wanted(
+        asked.sizes, asked.batches, asked.prompt_tokens, asked.steps, asked.has_resident
+    )
+    head = {**about, "prompt_tokens": asked.prompt_tokens, "steps": asked.steps}
+    if earlier is not None:
+        check_same(earlier, head)
+    with counting("measuring", len(asked.sizes) + asked.has_resident) as on_done, quiet_libraries():
+        found = measure(source, wanted, on_done)
+    data = {"benchmark": NAME, **head, "machine": describe(), **found}
+    if earlier is not None:
+        check_same(earlier, data)
+        data["compared"] = changes(earlier, data)
+    return data
+
+
+def _of_shape(asked: Benchmark, shape: Shape, device: str) -> tuple[Source, Data]:
+    routing = find_routing(asked.traces, shape, asked.prompt_tokens + asked.steps)
+    source = ShapeSource(shape, device, routing, asked.num_groups, asked.options)
+    about = {"model": f"shape of {asked.shape_name}, random weights", "shape": dict(shape.sizes)}
+    return source, {**about, "domains": [], "routing": routing.about}
+
+
+def _of_model(asked: Benchmark, device: str) -> tuple[Source, Data]:
+    path, trust = asked.model, asked.trust_remote_code
+    assert path is not None, "a model or a shape"
+    config, _ = read_config(path, {"trust_remote_code": trust})
+    _check_positions(asked, max_positions(config))
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    texts = {name: tokenizer(DOMAINS[name])["input_ids"] for name in asked.domains}
+    options = {**asked.options, "expert_store": asked.expert_store}
+    source = CheckpointSource(path, device, asked.dtype, trust, texts, options)
+    about = {"model": model_label(path), "domains": list(texts)}
+    return source, {**about, "routing": f"texts: {', '.join(texts)}"}
+
+
+def _check_positions(asked: Benchmark, most: int | None) -> None:
+    wanted = asked.prompt_tokens + asked.steps + 1
+    if most is not None and wanted > most:
+        raise ConfigError(
+            f"--prompt-tokens {asked.prompt_tokens} and --steps {asked.steps} need {wanted} "
+            f"positions, the model has {most}: lower one"
+        )

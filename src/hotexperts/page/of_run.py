@@ -1,0 +1,101 @@
+"""The page of `hotexperts run --json`: configuration, hits of each layer, bytes and speed."""
+
+from __future__ import annotations
+
+from hotexperts.fields import Fields
+from hotexperts.page.document import Markup, Page, Text, bar, escape, facts, section, table
+from hotexperts.page.numbers import UNKNOWN, nbytes, number, percent
+
+
+def run_page(data: Fields) -> Page:
+    """The page.
+
+    Raises:
+        FieldError: a field that is not what `hotexperts run --json` writes.
+    """
+    cache = data.part("cache")
+    return Page(
+        f"Run of {data.text('model')}",
+        [
+            section("Configuration", facts(_configuration(data, cache))),
+            section("Result", facts(_result(data))),
+            section("Layers", _layers(data)),
+            section("Text", _text(data)),
+        ],
+    )
+
+
+def _configuration(data: Fields, cache: Fields) -> list[tuple[str, str]]:
+    kept = "host memory" if cache.text("store") == "ram" else "the checkpoint's file"
+    reason = cache.text("mode_reason") if "mode_reason" in cache else cache.text("mode")
+    return [
+        ("file", data.file),
+        ("model", f"{data.text('model')} ({data.text('model_class')}, {data.text('dtype')})"),
+        ("device", data.text("device")),
+        (
+            "cache",
+            f"{cache.count('capacity')} of {cache.count('num_experts')} experts in each of "
+            f"{cache.count('num_layers')} layers: {cache.text('reason')}",
+        ),
+        ("policy", f"{cache.text('policy')}, run by the {reason}"),
+        ("experts in", kept),
+    ]
+
+
+def _result(data: Fields) -> list[tuple[str, str]]:
+    stats, seconds, memory = (data.part(name) for name in ("stats", "seconds", "memory"))
+    rate = data.number_or_none("decode_tokens_per_second")
+    return [
+        (
+            "experts",
+            f"{percent(stats.rate_or_none('hit_rate'))} hits: {stats.count('hits'):,} hits, "
+            f"{stats.count('misses'):,} misses, {stats.count('evictions'):,} evictions",
+        ),
+        ("moved", nbytes(stats.count("bytes_moved"))),
+        ("decode", UNKNOWN if rate is None else f"{number(rate)} tokens/s"),
+        (
+            "seconds",
+            f"{number(seconds.number('load'))} to load, {number(seconds.number('prefill'))} to the "
+            f"first of {_num_tokens(data):,} tokens ({data.count('num_prompt_tokens'):,} of "
+            f"prompt), {number(seconds.number('decode'))} after it",
+        ),
+        (
+            "memory",
+            f"{nbytes(memory.count('slots_nbytes'))} slots, {nbytes(memory.count('banks_nbytes'))} "
+            f"banks, {nbytes(memory.count('other_nbytes'))} other weights",
+        ),
+        ("GPU's peak", nbytes(memory.number_or_none("peak_device_nbytes"))),
+        ("host", f"{nbytes(memory.count('host_nbytes'))} of experts"),
+        (
+            "percent of bound",
+            "not known: hotexperts bench measures it",
+        ),
+    ]
+
+
+def _num_tokens(data: Fields) -> int:
+    ids = data.values.get("token_ids")
+    return len(ids) if isinstance(ids, list) else data.refuse("token_ids", "a list")
+
+
+def _layers(data: Fields) -> Markup:
+    names = ("layer", "hits", "misses", "evictions", "moved", "hit rate", "")
+    return table(names, (_cells(layer) for layer in data.parts("layers")))
+
+
+def _cells(layer: Fields) -> list[Text]:
+    rate = layer.rate_or_none("hit_rate")
+    return [
+        layer.text("name"),
+        f"{layer.count('hits'):,}",
+        f"{layer.count('misses'):,}",
+        f"{layer.count('evictions'):,}",
+        nbytes(layer.count("bytes_moved")),
+        percent(rate),
+        bar(rate),
+    ]
+
+
+def _text(data: Fields) -> Markup:
+    prompt, answer = escape(data.text("prompt")), escape(data.text("text"))
+    return Markup(f"<pre><b>{prompt}</b>{answer}</pre>")
