@@ -1,0 +1,224 @@
+"""Two GPUs on one model, Qwen3-30B-A3B shape: their links, decode steps, and who waits for whom.
+
+    python bench/two_gpu.py --traces DIR --out bench/results/two-gpu.json
+
+24 of the model's 48 layers, random weights, FULL CUDA graphs, routing replayed (R1:
+docs/traces.md). Each of these is a process of its own: "link" copies with one GPU and with both at
+once; "one" is one GPU; "tp" two of them with a part of every expert each; "ep" two with half of the
+experts each, and slots for those, so that the same share of the experts is on the GPUs. A step is
+the wall time of a steady run over its number of steps. The stalls of a row come from a run of its
+own, whose graphs stamp the clock around every all-reduce (bench/stamps.py).
+
+With --seconds, what does not fit is left out, and the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import vllm_decode
+import vllm_engine
+
+CASES = ("link", "one", "tp", "ep")
+TWO = {"tensor_parallel_size": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp": TWO,
+    "ep": TWO | {"enable_expert_parallel": True},
+}
+SHAPE = vllm_engine.QWEN3_30B
+SMALL_SHAPE = {**SHAPE, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+SMALL_SHAPE |= {"num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 512}
+SHARES = (0.25, 0.5, 1.0, 0.125)  # of the experts in slots; the most important first
+BATCHES = {0.25: (1, 8, 32), 0.5: (1, 8, 32), 1.0: (1, 8, 32), 0.125: (1,)}
+STEPS = {1: (40, 100), 8: (16, 30), 32: (8, 16)}  # warm, then timed
+RECORDED_STEPS = {1: (40, 40), 8: (16, 20), 32: (8, 12)}
+SMALL_STEPS = {1: (3, 6), 8: (2, 4), 32: (2, 4)}
+UNTIL = "HOTEXPERTS_BENCH_UNTIL"  # seconds since the epoch, for the children
+PART_OF_LINK = vllm_decode.PART_OF_LINK
+
+
+def main() -> None:
+    parser = cases.parser(__doc__)
+    parser.add_argument("--seconds", type=float, help="stop measuring after as many")
+    parser.add_argument(
+        "--fill-host-gb", type=float, default=0.0, help="touch so much memory first:"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny shape without graphs, for CPUs"
+    )
+    args = parser.parse_args()
+    if not args.measure:
+        os.environ[UNTIL] = str(time.time() + args.seconds if args.seconds else "inf")
+        _fill(args.fill_host_gb)
+    about = {"shape": SMALL_SHAPE if args.small else SHAPE, "replay": "R1"}
+    about |= {"graphs": None if args.small else vllm_decode.GRAPHS}
+    benchmark = cases.Benchmark("two-gpu", CASES, measure, about, compare, show)
+    cases.run(benchmark, args)
+
+
+def _fill(gb: float) -> None:
+    """A virtual machine's memory may come as it is touched, which is no part of any start."""
+    if gb:
+        how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        mmap.mmap(-1, int(gb * 1e9), flags=how).close()
+
+
+def measure(case: str, args: argparse.Namespace) -> cases.Row:
+    if case == "link":
+        import links
+
+        return links.measure(2)
+    from vllm_ranks import Ranks
+
+    shape = SMALL_SHAPE if args.small else SHAPE
+    ids = vllm_decode.routing(args.traces, shape["num_hidden_layers"]).numpy().astype("uint8")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder), shape, ids, **options(case, args.small))
+    row: cases.Row = {"start_seconds": ranks.start_seconds, "ranks": ranks.facts, "runs": {}}
+    num_local = shape["num_experts"] // (2 if case == "ep" else 1)
+    try:
+        for name, found in _runs(ranks, num_local, args.small, has_stalls=case != "one"):
+            row["runs"].setdefault(name, {}).update(found)
+    finally:
+        ranks.close()
+    wanted = [f"{share:.1%} of slots, batch {b}" for share in SHARES for b in BATCHES[share]]
+    row["left_out"] = [name for name in wanted if name not in row["runs"]]
+    return row
+
+
+def options(case: str, is_small: bool) -> dict[str, Any]:
+    """Of `LLM`."""
+    found: dict[str, Any] = {**vllm_decode.ENGINE, **WAYS[case], "moe_expert_cache_size": 16}
+    if is_small:
+        return found | {
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "kv_cache_memory_bytes": 1 << 28,
+        }
+    return found | {"compilation_config": vllm_decode.GRAPHS}
+
+
+def _runs(
+    ranks: Any, num_local: int, is_small: bool, *, has_stalls: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row's name and what was found: its speed, later its stalls."""
+    for share in SHARES:
+        num_slots = round(share * num_local)
+        for is_stamped in (False, True) if has_stalls else (False,):
+            if _is_over():
+                return
+            ranks.use(num_slots, is_stamped=is_stamped)
+            for batch in BATCHES[share]:
+                if _is_over():
+                    return
+                name = f"{share:.1%} of slots, batch {batch}"
+                usual = RECORDED_STEPS if is_stamped else STEPS
+                steps = (SMALL_STEPS if is_small else usual)[batch]
+                found = (_stalls if is_stamped else _speed)(ranks, batch, steps)
+                print(f"{name}: {found}", file=sys.stderr, flush=True)
+                yield name, {"slots": num_slots, **found}
+
+
+def _is_over() -> bool:
+    return time.time() > float(os.environ.get(UNTIL, "inf"))
+
+
+def _speed(ranks: Any, batch: int, steps: tuple[int, int]) -> dict[str, Any]:
+    from vllm_ranks import hit_rate
+
+    taken, found = ranks.decode(batch, *steps, is_recorded=False)
+    missed = [rank["counts"]["bytes_moved"] / steps[1] / 1e9 for rank in found]
+    is_alike = all(rank["counts"] == found[0]["counts"] for rank in found)
+    more = {"missed_gb_by_rank": missed, "ranks_counted_alike": is_alike}
+    return taken | {"hit_rate": hit_rate(found)} | more
+
+
+def _stalls(ranks: Any, batch: int, steps: tuple[int, int]) -> dict[str, Any]:
+    import numpy as np
+
+    from stamps import spreads
+
+    taken, found = ranks.decode(batch, *steps, is_recorded=True)
+    times, moved = (np.stack([rank[name] for rank in found]) for name in ("times", "moved"))
+    return {"stamped_ms": taken["ms"], "stalls": spreads(times, moved)}
+
+
+def compare(table: cases.Table) -> dict[str, Any]:
+    """Adds what takes two cases: floors by the link's rate, and one GPU against two."""
+    link = _link_gb_s(table)
+    one = table.get("one")
+    for case, row in table.items():
+        for name, found in row.get("runs", {}).items():
+            rate = link.get("alone" if case == "one" else "together")
+            resident = row["runs"].get(f"100.0% of slots, {name.split(', ')[1]}")
+            if rate and resident and "ms" in found:
+                copies = 1e3 * max(found["missed_gb_by_rank"]) / (PART_OF_LINK * rate)
+                found["floor_ms"] = resident["ms"] + copies
+                found["percent_of_floor"] = 100 * found["floor_ms"] / found["ms"]
+            if rate and "stalls" in found:
+                stalls = found["stalls"]
+                stalls["uneven_ms_from_bytes"] = 1e3 * stalls["uneven_gb"] / rate
+            if case != "one" and one and "ms" in one["runs"].get(name, {}) and "ms" in found:
+                found["times_one_gpu"] = one["runs"][name]["ms"] / found["ms"]
+    return {"link_gb_s": link, "two_of_one": _two_of_one(table)}
+
+
+def _two_of_one(table: cases.Table) -> dict[str, Any]:
+    """Start-up and host memory of two ranks, as parts of one's."""
+    one, found = table.get("one"), {}
+    for case in ("tp", "ep"):
+        if one and case in table:
+            row = table[case]
+            found[case] = {
+                "start": row["start_seconds"] / one["start_seconds"],
+                "load": _most(row, "load_seconds") / _most(one, "load_seconds"),
+                "host": _sum(row, "host") / _sum(one, "host"),
+            }
+    return found
+
+
+def _most(row: cases.Row, name: str) -> float:
+    return float(max(rank[name] for rank in row["ranks"]))
+
+
+def _sum(row: cases.Row, name: str) -> float:
+    return float(sum(rank[name] for rank in row["ranks"]))
+
+
+def _link_gb_s(table: cases.Table) -> dict[str, float]:
+    """Of one GPU's copies by the copy engine: alone, and the slower one's with both."""
+    if "link" not in table:
+        return {}
+    gpus = [gpu["gb_s"]["copy_"] for gpu in table["link"]["gpus"]]
+    return {how: min(gpu[how] for gpu in gpus) for how in ("alone", "together")}
+
+
+def show(row: cases.Row) -> str:
+    if "runs" not in row:
+        return f"{row}"
+    lines = [f"start {row['start_seconds']:.0f} s, load {_most(row, 'load_seconds'):.0f} s"]
+    for name, found in row["runs"].items():
+        parts = [f"{key} {found[key]:.4g}" for key in SHOWN if key in found]
+        stalls = found.get("stalls")
+        if stalls:
+            parts.append(f"spread {stalls['spread_us']['median']:.1f} us")
+            parts.append(f"uneven {stalls['uneven_ms']:.3f} ms")
+        lines.append(f"  {name:28} {' '.join(parts)}")
+    return "\n".join(lines)
+
+
+SHOWN = ("ms", "hit_rate", "percent_of_floor", "times_one_gpu", "stamped_ms")
+
+if __name__ == "__main__":
+    main()
