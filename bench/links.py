@@ -38,7 +38,12 @@ def measure(num_gpus: int) -> dict[str, Any]:
         for worker in workers:
             worker.join(timeout=10)
             worker.kill()
-    return {"gpus": found, "numa_nodes": nodes, "topology": _topology(), **_sums(found)}
+    return {
+        "gpus": found,
+        "numa_nodes": nodes,
+        "topology": _nvidia_smi("topo", "-m"),
+        **_sums(found),
+    }
 
 
 def _sums(gpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,18 +131,18 @@ def _wait() -> None:
 
 
 def place(gpu: int) -> dict[str, Any]:
-    """Where a GPU is plugged in: its bus number, the bridges above it, and its NUMA node."""
-    facts = torch.cuda.get_device_properties(gpu)
-    bus = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    folder = Path("/sys/bus/pci/devices") / bus
-    if not folder.exists():
-        return {"bus": bus}
-    above = [part for part in folder.resolve().parts if part.count(":") > 0][:-1]
-    return {
-        "bus": bus,
-        "above": above,
-        "numa_node": int((folder / "numa_node").read_text()),
-    }
+    """Where a GPU is plugged in: its bus number, its lanes, what is above it, and its NUMA node."""
+    fields = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.width.current")
+    said = _nvidia_smi(f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    if said is None:
+        return {}
+    bus, generation, lanes = said.strip().split(", ")
+    found: dict[str, Any] = {"bus": bus, "generation": generation, "lanes": lanes}
+    folder = Path("/sys/bus/pci/devices") / bus.lower()[-len("0000:00:00.0") :]
+    if folder.exists():
+        found["above"] = [part for part in folder.resolve().parts if ":" in part][:-1]
+        found["numa_node"] = int((folder / "numa_node").read_text())
+    return found
 
 
 def numa_nodes() -> dict[int, list[int]]:
@@ -161,11 +166,11 @@ def _cpus(text: str) -> list[int]:
     return found
 
 
-def _topology() -> str | None:
-    """As `nvidia-smi` draws it, where it is there."""
+def _nvidia_smi(*arguments: str) -> str | None:
+    """What it says, where it is there."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=30
+            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
         return None
