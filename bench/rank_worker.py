@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import vllm_engine
-from stamps import Stamps
+from stamps import Stamps, all_reduce_by
 from vllm_model import Model, Replay, synchronize
 
 _load_seconds: list[float] = []
@@ -53,7 +53,7 @@ class Bench:
         several = self.vllm_config.parallel_config.world_size > 1
         self.bench_model = Model(self.vllm_config, self.model_runner, keeps_graphs=several)
         self.bench_replay = Replay(self.bench_model, torch.from_numpy(ids))
-        self.bench_stamps = Stamps(self.model_runner) if several else None
+        self.bench_stamps: Stamps | None = None
         self.bench_steps: list[Any] | None = None
         execute = self.model_runner.execute_model
 
@@ -65,13 +65,14 @@ class Bench:
 
         self.model_runner.execute_model = recorded
         found = {"load_seconds": _load_seconds[-1], **self.bench_model.caches.memory()}
-        if self.bench_stamps is not None:
-            found["all_reduce"] = self.bench_stamps.how
-            found["clock_step_ns"] = self.bench_stamps.clock_step_ns()
+        if several:
+            found["all_reduce"] = all_reduce_by()
         return found | {"process_bytes": _resident_nbytes()}
 
     def bench_use(self, num_slots: int, is_stamped: bool) -> None:
         """So many slots a layer, and graphs with or without stamps."""
+        if is_stamped and self.bench_stamps is None:
+            self.bench_stamps = Stamps(self.model_runner)
         if self.bench_stamps is not None:
             self.bench_stamps.is_on = is_stamped
         self.bench_model.use_slots(num_slots)
@@ -92,7 +93,8 @@ class Bench:
         synchronize()
         steps, self.bench_steps = self.bench_steps, None
         found: dict[str, Any] = {"counts": self.bench_model.sums()}
-        if steps:
+        if steps and self.bench_stamps is not None:
+            found["clock_step_ns"] = self.bench_stamps.clock_step_ns()
             found["times"] = np.stack([times.cpu().numpy() for times, _ in steps])
             copied = np.stack([_bytes(self.bench_model, counts) for _, counts in steps])
             found["moved"] = np.diff(copied, axis=0, prepend=0)

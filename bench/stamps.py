@@ -36,7 +36,6 @@ class Stamps:
 
         communicator = get_tp_group().device_communicator
         self.is_on = False
-        self.how = _algorithm(communicator)
         self._num_calls = 0
         self._times = torch.zeros(2 * MOST_CALLS, dtype=torch.int64, device=runner.device)
         self._reduce = communicator.all_reduce
@@ -85,8 +84,11 @@ class Stamps:
             self._times[place] = time.monotonic_ns()
 
 
-def _algorithm(communicator: Any) -> str:
+def all_reduce_by() -> str:
     """What all-reduces of a decode step run on."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    communicator = get_tp_group().device_communicator
     custom = getattr(communicator, "ca_comm", None)
     if custom is not None and not custom.disabled:
         return "vLLM's custom all-reduce"

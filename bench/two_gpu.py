@@ -15,6 +15,7 @@ With --seconds, what does not fit is left out, and the result says so.
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import sys
@@ -28,6 +29,8 @@ from typing import Any
 import cases
 import vllm_decode
 import vllm_engine
+import vllm_ranks
+from two_gpu_rows import compare, show
 
 CASES = ("link", "one", "tp", "ep")
 TWO = {"tensor_parallel_size": 2}
@@ -45,7 +48,6 @@ STEPS = {1: (40, 100), 8: (16, 30), 32: (8, 16)}  # warm, then timed
 RECORDED_STEPS = {1: (40, 40), 8: (16, 20), 32: (8, 12)}
 SMALL_STEPS = {1: (3, 6), 8: (2, 4), 32: (2, 4)}
 UNTIL = "HOTEXPERTS_BENCH_UNTIL"  # seconds since the epoch, for the children
-PART_OF_LINK = vllm_decode.PART_OF_LINK
 
 
 def main() -> None:
@@ -58,6 +60,7 @@ def main() -> None:
         "--small", action="store_true", help="a tiny shape without graphs, for CPUs"
     )
     args = parser.parse_args()
+    os.environ |= vllm_ranks.ENVIRONMENT
     if not args.measure:
         os.environ[UNTIL] = str(time.time() + args.seconds if args.seconds else "inf")
         _fill(args.fill_host_gb)
@@ -90,24 +93,38 @@ def measure(case: str, args: argparse.Namespace) -> cases.Row:
     try:
         for name, found in _runs(ranks, num_local, args.small, has_stalls=case != "one"):
             row["runs"].setdefault(name, {}).update(found)
-    finally:
-        ranks.close()
+            _keep(row, case, args.out)
+    except Exception:  # what was measured before it stays
+        row["stopped_by"] = traceback.format_exc()
+        traceback.print_exc()
+    ranks.close()
+    if args.out is not None:
+        _part(case, args.out).unlink(missing_ok=True)
     wanted = [f"{share:.1%} of slots, batch {b}" for share in SHARES for b in BATCHES[share]]
     row["left_out"] = [name for name in wanted if name not in row["runs"]]
     return row
 
 
+def _keep(row: cases.Row, case: str, out: Path | None) -> None:
+    """What is known so far, should this process be ended before it can say it."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _part(case, out).write_text(json.dumps(row, indent=1))
+
+
+def _part(case: str, out: Path) -> Path:
+    return out.with_suffix(f".{case}.part")
+
+
 def _start(folder: Path, shape: dict[str, Any], ids: Any, found: dict[str, Any]) -> Any:
     """The engine; without vLLM's own all-reduce where the host does not let ranks share memory."""
-    from vllm_ranks import Ranks
-
     try:
-        return Ranks(folder, shape, ids, **found)
+        return vllm_ranks.Ranks(folder, shape, ids, **found)
     except Exception:
         if "tensor_parallel_size" not in found:
             raise
         traceback.print_exc()
-        return Ranks(folder, shape, ids, **found, disable_custom_all_reduce=True)
+        return vllm_ranks.Ranks(folder, shape, ids, **found, disable_custom_all_reduce=True)
 
 
 def options(case: str, is_small: bool) -> dict[str, Any]:
@@ -127,20 +144,22 @@ def options(case: str, is_small: bool) -> dict[str, Any]:
 def _runs(
     ranks: Any, num_local: int, is_small: bool, *, has_stalls: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row's name and what was found: its speed, later its stalls."""
-    for share in SHARES:
-        num_slots = round(share * num_local)
-        for is_stamped in (False, True) if has_stalls else (False,):
+    """A row's name and what was found: the speeds of all, then their stalls."""
+    for is_stamped in (False, True) if has_stalls else (False,):
+        usual, measure_one = (RECORDED_STEPS, _stalls) if is_stamped else (STEPS, _speed)
+        for share in SHARES:
             if _is_over():
                 return
+            num_slots = round(share * num_local)
             ranks.use(num_slots, is_stamped=is_stamped)
             for batch in BATCHES[share]:
                 if _is_over():
                     return
-                name = f"{share:.1%} of slots, batch {batch}"
-                usual = RECORDED_STEPS if is_stamped else STEPS
                 steps = (SMALL_STEPS if is_small else usual)[batch]
-                found = (_stalls if is_stamped else _speed)(ranks, batch, steps)
+                name, found = (
+                    f"{share:.1%} of slots, batch {batch}",
+                    measure_one(ranks, batch, steps),
+                )
                 print(f"{name}: {found}", file=sys.stderr, flush=True)
                 yield name, {"slots": num_slots, **found}
 
@@ -150,13 +169,11 @@ def _is_over() -> bool:
 
 
 def _speed(ranks: Any, batch: int, steps: tuple[int, int]) -> dict[str, Any]:
-    from vllm_ranks import hit_rate
-
     taken, found = ranks.decode(batch, *steps, is_recorded=False)
     missed = [rank["counts"]["bytes_moved"] / steps[1] / 1e9 for rank in found]
     is_alike = all(rank["counts"] == found[0]["counts"] for rank in found)
     more = {"missed_gb_by_rank": missed, "ranks_counted_alike": is_alike}
-    return taken | {"hit_rate": hit_rate(found)} | more
+    return taken | {"hit_rate": vllm_ranks.hit_rate(found)} | more
 
 
 def _stalls(ranks: Any, batch: int, steps: tuple[int, int]) -> dict[str, Any]:
@@ -166,74 +183,10 @@ def _stalls(ranks: Any, batch: int, steps: tuple[int, int]) -> dict[str, Any]:
 
     taken, found = ranks.decode(batch, *steps, is_recorded=True)
     times, moved = (np.stack([rank[name] for rank in found]) for name in ("times", "moved"))
-    return {"stamped_ms": taken["ms"], "stalls": spreads(times, moved)}
+    clocks = [rank["clock_step_ns"] for rank in found]
+    stalls = {"clock_step_ns": max(clocks), **spreads(times, moved)}
+    return {"stamped_ms": taken["ms"], "stalls": stalls}
 
-
-def compare(table: cases.Table) -> dict[str, Any]:
-    """Adds what takes two cases: floors by the link's rate, and one GPU against two."""
-    link = _link_gb_s(table)
-    one = table.get("one")
-    for case, row in table.items():
-        for name, found in row.get("runs", {}).items():
-            rate = link.get("alone" if case == "one" else "together")
-            resident = row["runs"].get(f"100.0% of slots, {name.split(', ')[1]}")
-            if rate and resident and "ms" in found:
-                copies = 1e3 * max(found["missed_gb_by_rank"]) / (PART_OF_LINK * rate)
-                found["floor_ms"] = resident["ms"] + copies
-                found["percent_of_floor"] = 100 * found["floor_ms"] / found["ms"]
-            if rate and "stalls" in found:
-                stalls = found["stalls"]
-                stalls["uneven_ms_from_bytes"] = 1e3 * stalls["uneven_gb"] / rate
-            if case != "one" and one and "ms" in one["runs"].get(name, {}) and "ms" in found:
-                found["times_one_gpu"] = one["runs"][name]["ms"] / found["ms"]
-    return {"link_gb_s": link, "two_of_one": _two_of_one(table)}
-
-
-def _two_of_one(table: cases.Table) -> dict[str, Any]:
-    """Start-up and host memory of two ranks, as parts of one's."""
-    one, found = table.get("one"), {}
-    for case in ("tp", "ep"):
-        if one and case in table:
-            row = table[case]
-            found[case] = {
-                "start": row["start_seconds"] / one["start_seconds"],
-                "load": _most(row, "load_seconds") / _most(one, "load_seconds"),
-                "host": _sum(row, "host") / _sum(one, "host"),
-            }
-    return found
-
-
-def _most(row: cases.Row, name: str) -> float:
-    return float(max(rank[name] for rank in row["ranks"]))
-
-
-def _sum(row: cases.Row, name: str) -> float:
-    return float(sum(rank[name] for rank in row["ranks"]))
-
-
-def _link_gb_s(table: cases.Table) -> dict[str, float]:
-    """Of one GPU's copies by the copy engine: alone, and the slower one's with both."""
-    if "link" not in table:
-        return {}
-    gpus = [gpu["gb_s"]["copy_"] for gpu in table["link"]["gpus"]]
-    return {how: min(gpu[how] for gpu in gpus) for how in ("alone", "together")}
-
-
-def show(row: cases.Row) -> str:
-    if "runs" not in row:
-        return f"{row}"
-    lines = [f"start {row['start_seconds']:.0f} s, load {_most(row, 'load_seconds'):.0f} s"]
-    for name, found in row["runs"].items():
-        parts = [f"{key} {found[key]:.4g}" for key in SHOWN if key in found]
-        stalls = found.get("stalls")
-        if stalls:
-            parts.append(f"spread {stalls['spread_us']['median']:.1f} us")
-            parts.append(f"uneven {stalls['uneven_ms']:.3f} ms")
-        lines.append(f"  {name:28} {' '.join(parts)}")
-    return "\n".join(lines)
-
-
-SHOWN = ("ms", "hit_rate", "percent_of_floor", "times_one_gpu", "stamped_ms")
 
 if __name__ == "__main__":
     main()

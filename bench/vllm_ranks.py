@@ -1,12 +1,12 @@
 """vLLM on random weights whose workers may be processes of their own, one a GPU.
 
 What `vllm_engine.Engine` turns in its own process, this asks of every worker (`rank_worker.Bench`).
+Scripts set `ENVIRONMENT` first.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from typing import Any
 import machine
 import vllm_engine
 
-# NVLink's multicast stays off in everything that could use it.
-os.environ |= {
+ENVIRONMENT = {
+    # NVLink's multicast stays off in everything that could use it.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",

@@ -171,7 +171,7 @@ def test_the_command_for_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--tensor-parallel-size 2" in out
     assert "--enable-expert-parallel" not in out
     assert "hotexperts run" not in out
-    assert "2, a part of every expert: 732.4 MiB of experts each, its own link" in out
+    assert "2, a part of every expert: 732 MiB of experts each, its own link" in out
     assert "whole experts: " in out
     assert main([*two, "--parallel", "ep", "--gpus-per-link", "2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -191,15 +191,15 @@ def _rows_of_ranks(found: Forecast, split: Split, forecast_of: Callable[..., For
     """Of several GPUs: what each holds and copies, and the other way of splitting experts."""
     other = replace(split, parallel="tp" if split.parallel == "ep" else "ep")
     try:
-        otherwise = f"{_way(other)}: {_speed(forecast_of(split=other))}"
+        otherwise = _speed(forecast_of(split=other))
     except ConfigError as error:
-        otherwise = f"{error}"
+        otherwise = str(error)
     share = format_bytes(found.host_nbytes // split.num_gpus)
     links = "its own" if split.gpus_per_link == 1 else f"one of {split.gpus_per_link} on its"
     return [
         ("GPUs", f"{split.num_gpus}, {_way(split)}: {share} of experts each, {links} link"),
         ("each", _speed(found)),
-        ("or", otherwise),
+        ("or", f"{_way(other)}: {otherwise}"),
         ("", "what GPUs tell each other is not counted"),
     ]
 
