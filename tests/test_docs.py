@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -17,8 +18,8 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
 SERVING, BENCH = ROOT / "docs/serving.md", ROOT / "docs/bench.md"
-CLAIMS = ROOT / "docs/claims.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS)
+CLAIMS, PARALLEL = ROOT / "docs/claims.md", ROOT / "docs/parallel.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS, PARALLEL)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -141,3 +142,60 @@ def test_tables_and_headlines_are_those_of_the_results() -> None:
         f"offload takes {vllm['uva']['runs']['uva, batch 1']['ms']:.1f}",
     ):
         assert said in head
+
+
+@pytest.fixture(scope="module")
+def parallel_page() -> Any:
+    spec = importlib.util.spec_from_file_location("parallel_page", ROOT / "tools/parallel_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_on_several_gpus_is_what_was_reckoned_and_measured(parallel_page: Any) -> None:
+    page = parallel_page.filled(PARALLEL.read_text(), "split", parallel_page.reckoned())
+    assert parallel_page.filled(page, "two-gpu", parallel_page.measured()) == PARALLEL.read_text()
+
+
+def test_what_two_gpus_took_becomes_tables(parallel_page: Any) -> None:
+    name = "25.0% of slots, batch 1"
+    ranks = [{"load_seconds": 20.4, "host": 14_500_000_000, "slots": 3_600_000_000}] * 2
+    stalls = {
+        "spread_us": {"median": 1.25, "p90": 30.0},
+        "spread_after_attention_us": {"median": 0.5, "p90": 2.0},
+        "departures_differ_us": {"p90": 0.8},
+        "uneven_ms": 0.4,
+        "uneven_ms_from_bytes": 0.35,
+    }
+    run = {"ms": 5.4, "hit_rate": 0.807, "missed_gb_by_rank": [0.17, 0.174], "times_one_gpu": 1.744}
+    rates = {"alone": 54.2, "together": 27.1}
+    made = parallel_page.content(
+        {
+            "command": "python bench/two_gpu.py",
+            "machine": {"commit": "0123456789", "date": "2026-11-30T12:00:00"},
+            "two_of_one": {"tp": {"start": 1.1, "load": 0.5, "host": 1.0}},
+            "cases": {
+                "link": {"gpus": [{"gpu": 0, "gb_s": {"copy_": rates}}]},
+                "one": {"failed": 1},
+                "tp": {
+                    "start_seconds": 66.2,
+                    "ranks": ranks,
+                    "runs": {name: run | {"stamped_ms": 5.6, "stalls": stalls}},
+                    "left_out": ["12.5% of slots, batch 1"],
+                },
+            },
+        }
+    )
+    for line in (
+        "`python bench/two_gpu.py`, commit 0123456, 2026-11-30; "
+        "[what it does](../bench/two_gpu.py).",
+        "| GPU 0, copy engine | 54.2 | 27.1 |",
+        "| tensor parallel | 66 s (1.10x) | 20 s (0.50x) | 29.00 GB (1.00x) | 3.60 GB |",
+        f"| {name} | 5.40 ms (1.74x, 80.7 % hits, 0.174 GB a rank) |",
+        f"| tensor parallel, {name} | 1.2, 30.0 us | 0.5, 2.0 us | 0.40 of 5.60 ms | 0.35 ms "
+        "| 0.8 us |",
+        "Not run: one GPU; expert parallel; tensor parallel, 12.5% of slots, batch 1.",
+    ):
+        assert line in made.split("\n"), line
