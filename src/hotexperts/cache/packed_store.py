@@ -7,8 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.cache.store import ExpertStore, RowForm
+from hotexperts.config import AUTO, CacheConfig, format_bytes
+from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
 from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
 from hotexperts.kernels.gather import packed12
@@ -43,6 +46,7 @@ class PackedBackingStore:
         self.rows = self._buffer.bytes.view(num_experts, form.row_nbytes)
 
     @classmethod
+    @torch.no_grad()
     def from_store(
         cls,
         source: ExpertStore,
@@ -51,52 +55,47 @@ class PackedBackingStore:
         pin: bool = False,
         after_each: Callable[[int], None] = lambda expert: None,
     ) -> PackedBackingStore:
-        """Pack another store's rows on a device; `after_each(expert)` reports progress."""
-        layout = source.layout
-        step = _step(layout)
-        _, staged = layout.allocate(step, device)
+        """Bring another store's rows to a device and pack them there.
 
-        def chunks() -> Iterator[Sequence[torch.Tensor]]:
-            for first in range(0, source.num_experts, step):
-                count = min(step, source.num_experts - first)
-                for row in range(count):
-                    source.copy_into(first + row, [tensor[row] for tensor in staged])
-                yield [tensor[:count] for tensor in staged]
+        Args:
+            source: read once.
+            device: it holds all of them meanwhile.
+            pin: page-lock the memory.
+            after_each: called with each expert that was read.
 
-        return cls._from_chunks(layout, source.num_experts, chunks, pin, after_each)
+        Raises:
+            ConfigError: the device has no room for them.
+        """
+        try:
+            _, staged = source.layout.allocate(source.num_experts, device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"packing takes {format_bytes(source.num_experts * source.layout.nbytes)} of the "
+                "GPU while a layer is loaded, which it has not: use expert_packing 'none'"
+            ) from error
+        for expert in range(source.num_experts):
+            source.copy_into(expert, [tensor[expert] for tensor in staged])
+            after_each(expert)
+        return cls.from_tensors(staged._asdict(), device, pin=pin)
 
     @classmethod
     @torch.no_grad()
     def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], *, pin: bool = False
+        cls, tensors: Mapping[str, torch.Tensor], device: torch.device, *, pin: bool = False
     ) -> PackedBackingStore:
-        """Pack stacked tensors `[E, *shape]` on their device."""
+        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time."""
         layout, num_experts = ExpertLayout.of(tensors)
-        step = _step(layout)
+        step = max(1, CHUNK_NBYTES // layout.row_nbytes)
 
         def chunks() -> Iterator[Sequence[torch.Tensor]]:
             for first in range(0, num_experts, step):
-                yield [tensor[first : first + step].detach() for tensor in tensors.values()]
+                yield [t[first : first + step].detach().to(device) for t in tensors.values()]
 
-        return cls._from_chunks(layout, num_experts, chunks, pin, lambda expert: None)
-
-    @classmethod
-    def _from_chunks(
-        cls,
-        layout: ExpertLayout,
-        num_experts: int,
-        chunks: Chunks,
-        pin: bool,
-        after_each: Callable[[int], None],
-    ) -> PackedBackingStore:
-        packings = choose_packings(layout, chunks)
-        store = cls(layout, num_experts, _form(layout, packings), pin=pin)
+        store = cls(layout, num_experts, _form(layout, choose_packings(layout, chunks)), pin=pin)
         first = 0
-        for tensors in chunks():
-            rows = store.rows[first : first + len(tensors[0])]
-            rows.copy_(_lay_out(store.form, tensors))
-            for expert in range(first, first + len(rows)):
-                after_each(expert)
+        for part in chunks():
+            rows = store.rows[first : first + len(part[0])]
+            rows.copy_(_lay_out(store.form, part))
             first += len(rows)
         return store
 
@@ -174,5 +173,23 @@ def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return rows
 
 
-def _step(layout: ExpertLayout) -> int:
-    return max(1, CHUNK_NBYTES // layout.row_nbytes)
+def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:
+    """Whether to pack.
+
+    Args:
+        cache: the user's choices.
+        mode: who manages the caches.
+        device: where slots are.
+        is_full: every expert has a slot, so that nothing will be copied for long.
+
+    Raises:
+        ConfigError: it was asked for, and no kernel manages the cache.
+    """
+    if cache.packing == "packed12" and mode.mode != "device":
+        raise ConfigError(
+            f"expert_packing 'packed12' is unpacked by kernels, which do not work here "
+            f"({mode.reason}): use expert_packing 'auto'"
+        )
+    if cache.packing == AUTO:
+        return mode.mode == "device" and device.type == "cuda" and not is_full
+    return cache.packing == "packed12"
