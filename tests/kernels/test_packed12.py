@@ -15,6 +15,7 @@ from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
+CPU = torch.device("cpu")
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -100,8 +101,8 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
     tensors = make_tensors()
     plain = CPUBackingStore.from_tensors(tensors)
     for store in (
-        PackedBackingStore.from_tensors(tensors),
-        PackedBackingStore.from_store(plain, torch.device("cpu")),
+        PackedBackingStore.from_tensors(tensors, CPU),
+        PackedBackingStore.from_store(plain, CPU),
     ):
         packed = [packing is not None for packing in store.form.packings]
         assert packed == [True, True, False, False, False, False, False]
@@ -116,7 +117,7 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
 def test_progress_is_told_for_every_expert() -> None:
     seen: list[int] = []
     store = CPUBackingStore.from_tensors({"w": gaussian(5, 64)})
-    PackedBackingStore.from_store(store, torch.device("cpu"), after_each=seen.append)
+    PackedBackingStore.from_store(store, CPU, after_each=seen.append)
     assert seen == [0, 1, 2, 3, 4]
 
 
@@ -128,7 +129,7 @@ def test_kernels_unpack_what_torch_packs(capacity: int) -> None:
     from hotexperts.cache.device import DeviceWeightProvider
 
     tensors = make_tensors()
-    store = PackedBackingStore.from_tensors(tensors, pin=DEVICE == "cuda")
+    store = PackedBackingStore.from_tensors(tensors, CPU, pin=DEVICE == "cuda")
     provider = DeviceWeightProvider(store, capacity, device=DEVICE)
     provider.buffer.fill_(-1)
     for ids, prefill in (([0, 1], False), ([2, 3, 4, 0], False), ([4, 3, 2, 1, 0], True)):
@@ -153,10 +154,34 @@ def test_a_packed_cache_survives_a_restart() -> None:
     pytest.importorskip("triton")
     from hotexperts.cache.device import DeviceWeightProvider
 
-    store = PackedBackingStore.from_tensors(make_tensors(), pin=DEVICE == "cuda")
+    store = PackedBackingStore.from_tensors(make_tensors(), CPU, pin=DEVICE == "cuda")
     first, second = (DeviceWeightProvider(store, 2, device=DEVICE) for _ in range(2))
     first.prepare(torch.tensor([[3, 1]], device=DEVICE))
     second.restore(first.state())
     assert second.slot_of == first.slot_of
     for one, other in zip(first.slot_tensors, second.slot_tensors, strict=True):
         assert torch.equal(raw(one), raw(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [16, 40])
+def test_many_events_on_the_gpu(num_programs: int) -> None:
+    """Many warps and programs: every resident's slot has its expert's bits after every event."""
+    from hotexperts.cache.device import DeviceWeightProvider
+
+    num_experts = 48
+    tensors = {"up": strange(num_experts, 120_004), "down": strange(num_experts, 65_536)}
+    on_device = {name: tensor.to("cuda") for name, tensor in tensors.items()}
+    store = PackedBackingStore.from_tensors(on_device, torch.device("cuda"), pin=True)
+    assert all(packing is not None for packing in store.form.packings)
+    provider = DeviceWeightProvider(store, 20, device="cuda", num_programs=num_programs)
+    provider.buffer.fill_(-1)
+    generator = torch.Generator().manual_seed(num_programs)
+    for event in range(300):
+        ids = torch.randint(0, num_experts, (2, 8), generator=generator).to("cuda")
+        for wave in provider.waves(ids.repeat(1 + 10 * (event % 3), 1), prefill=event % 3 == 2):
+            rows = wave.topk_ids.flatten().long()
+            experts = ids.repeat(1 + 10 * (event % 3), 1).flatten()[rows >= 0]
+            for name, tensor in on_device.items():
+                found = getattr(wave.tensors, name)[rows[rows >= 0]]
+                assert torch.equal(bits(found), bits(tensor[experts])), (event, name)
