@@ -137,7 +137,7 @@ class CacheConfig:
     store: StoreKind = "ram"
     mode: CacheMode = AUTO
     check_host_memory: bool = True
-    packing: ExpertPacking = AUTO
+    packing: ExpertPacking = "none"
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:

@@ -189,4 +189,5 @@ def test_packing_that_cannot_work_is_refused(checkpoint: Path) -> None:
 
 def test_auto_packs_only_where_kernels_copy(checkpoint: Path) -> None:
     for size, mode in ((2, "host"), (2, "auto"), (2, "device")):  # a CPU has no link
-        assert load(checkpoint, size, mode).expert_cache.packing == "none" or DEVICE == "cuda"
+        cache = load(checkpoint, size, mode, expert_packing="auto").expert_cache
+        assert cache.packing == "none"  # of tensors as small as these, on a GPU too

@@ -77,7 +77,7 @@ def bench(
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = AUTO,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     no_resident: Annotated[

@@ -45,7 +45,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = AUTO,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,

@@ -83,7 +83,7 @@ def serve(
     context: options.Context = None,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = AUTO,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     max_requests: Annotated[
         int | None,
@@ -182,7 +182,7 @@ def _check_vllm(
     ours = {
         "--device": device is not None,
         "--expert-store": expert_store is not options.Store.RAM,
-        "--expert-packing": expert_packing != AUTO,
+        "--expert-packing": expert_packing != "none",
         "--cache-mode": cache_mode != AUTO,
         "--max-requests": max_requests is not None,
         "--max-body": max_body is not None,

@@ -43,7 +43,7 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = AUTO,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     tolerance: Annotated[
         float,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotexperts.config import AUTO, DEFAULT_POLICY, Bytes, CacheConfig, CacheSize, parse_cache_size
+from hotexperts.config import DEFAULT_POLICY, Bytes, CacheConfig, CacheSize, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import POLICIES
 
@@ -93,7 +93,7 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
-        packing = more.get("packing", AUTO)
+        packing = more.get("packing", "none")
         cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
