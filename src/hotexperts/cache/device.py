@@ -160,6 +160,7 @@ class DeviceWeightProvider(StreamingProvider):
 
     def stats_of(self, counts: Sequence[int]) -> CacheStats:
         """The counters as they were when `kernel.counters` held these values."""
+        has_shadows = self.plan.policy == "adv"
         return CacheStats(
             calls=counts[Counter.CALLS],
             hits=counts[Counter.HITS],
@@ -168,6 +169,10 @@ class DeviceWeightProvider(StreamingProvider):
             evictions=counts[Counter.EVICTIONS],
             waves=counts[Counter.WAVES] + self._waves_by_host,
             bytes_moved=(counts[Counter.COPIES] + self._copies_by_host) * self.store.form.nbytes,
+            lru_hits=counts[Counter.LRU_HITS] if has_shadows else None,
+            best_shadow_hits=(
+                max(counts[Counter.SHADOW_HITS : Counter.LRU_HITS]) if has_shadows else None
+            ),
         )
 
     @property

@@ -45,9 +45,9 @@ class PlanGather:
         num_warps: int = 8,
         block_words: int = 4096,
     ) -> None:
-        if layout.policy == "adv" and num_programs < rules.NUM_SHADOWS:
+        if layout.policy == "adv" and num_programs < rules.NUM_PLAYED:
             raise ConfigError(
-                f"{num_programs} programs: 'adv' needs {rules.NUM_SHADOWS}, one for each shadow"
+                f"{num_programs} programs: 'adv' needs {rules.NUM_PLAYED}, one for each shadow"
             )
         self.layout = layout
         self.state = layout.fresh(buffer.device)
