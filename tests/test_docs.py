@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
+import promise
+import readme_tables
 from hotexperts.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -115,22 +117,11 @@ def test_speeds_of_replays_are_those_of_the_result() -> None:
 
 
 def test_tables_and_headlines_are_those_of_the_results() -> None:
-    path = ROOT / "tools/readme_tables.py"
-    spec = importlib.util.spec_from_file_location("readme_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    made = {
-        "decode": tables.decode_table(),
-        "device": tables.device_table(),
-        "prefill": tables.prefill_table(),
-        "vllm": tables.vllm_table(),
-        "load": tables.load_table(),
-    }
-    readme, policies = README.read_text(), POLICIES.read_text()
-    assert tables.filled(readme, made) == readme
-    assert tables.filled(policies, {"policies": tables.policy_tables()}) == policies
+    readme = README.read_text()
+    assert readme_tables.filled(readme, {"cards": promise.card_table()}) == readme
+    for name, contents in readme_tables.page_tables().items():
+        page = (ROOT / "docs" / name).read_text()
+        assert readme_tables.filled(page, contents) == page
     head = " ".join(readme.split("## Try it")[0].split())
     decode = json.loads((ROOT / "bench/results/device-decode.json").read_text())["cases"]
     vllm = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())["cases"]
