@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-import promise
-import readme_tables
+import pages
 from hotexperts.cli.main import app
+from readme_tables import filled
 
 ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -118,10 +118,9 @@ def test_speeds_of_replays_are_those_of_the_result() -> None:
 
 def test_tables_and_headlines_are_those_of_the_results() -> None:
     readme = README.read_text()
-    assert readme_tables.filled(readme, {"cards": promise.card_table()}) == readme
-    for name, contents in readme_tables.page_tables().items():
-        page = (ROOT / "docs" / name).read_text()
-        assert readme_tables.filled(page, contents) == page
+    for name, contents in pages.blocks().items():
+        page = (ROOT / name).read_text()
+        assert filled(page, contents) == page, "run python tools/pages.py"
     head = " ".join(readme.split("## Try it")[0].split())
     decode = json.loads((ROOT / "bench/results/device-decode.json").read_text())["cases"]
     vllm = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())["cases"]

@@ -1,4 +1,4 @@
-"""Fills the README's table from `bench/results/` and its examples from real runs.
+"""Fills the examples of README.md and docs/bench.md from real runs.
 
     make test 2>&1 | tee /tmp/test.log
     python tools/readme_tables.py --test-log /tmp/test.log
@@ -14,9 +14,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import promise
-import result_tables
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
@@ -41,38 +38,10 @@ def main() -> None:
     }
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
-    readme.write_text(filled(text, contents | {"cards": promise.card_table()}))
+    readme.write_text(filled(text, contents))
     page = ROOT / "docs/bench.md"
     bench = fenced(f"hotexperts {' '.join(BENCH)}", command(BENCH))
     page.write_text(filled(page.read_text(), {"bench": bench}))
-    write_tables()
-
-
-def write_tables() -> None:
-    """The tables of results outside of the README."""
-    for name, contents in page_tables().items():
-        page = ROOT / "docs" / name
-        page.write_text(filled(page.read_text(), contents))
-
-
-def page_tables() -> dict[str, dict[str, str]]:
-    """By page and block; a test compares them."""
-    return {
-        "policies.md": {"policies": result_tables.policy_tables()},
-        "benchmarks.md": {
-            "memory": promise.memory_table(),
-            "speed": promise.speed_table(),
-            "vllm": result_tables.vllm_table(),
-            "device": result_tables.device_table(),
-            "decode": result_tables.decode_table(),
-            "prefill": result_tables.prefill_table(),
-            "load": result_tables.load_table(),
-            "plan": result_tables.plan_table(),
-            "copies": result_tables.copies_table(),
-            "bytes": result_tables.bytes_table(),
-            "replay": result_tables.replay_table(),
-        },
-    }
 
 
 def filled(text: str, contents: dict[str, str]) -> str:
