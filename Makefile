@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 DEMO_PROMPT ?= def read_file(path):
 
-.PHONY: demo test lint types imports unit test-5.17 test-vllm clean
+.PHONY: demo test lint types imports unit docs pages test-5.17 test-vllm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hotexperts run --expert-cache-size 12 --max-new-tokens 60 --prompt "$(DEMO_PROMPT)"
@@ -28,6 +28,15 @@ imports: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The site, in site/: broken links fail, and no network is needed.
+docs: $(VENV)/.installed-dev
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python tools/check_site.py
+
+# What in README.md and docs/ follows from the source and from bench/results/.
+pages: $(VENV)/.installed-dev
+	$(BIN)/python tools/pages.py
 
 # The integration tests again with the oldest supported Transformers, in an environment of its own.
 test-5.17:
@@ -72,4 +81,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-5.17 .venv-vllm build dist
+	rm -rf .venv .venv-5.17 .venv-vllm build dist site .cache

@@ -42,7 +42,7 @@ def test_every_generated_table_of_results_is_listed() -> None:
 
 
 def test_every_result_says_how_it_was_measured() -> None:
-    for result in {*claims.TABLES.values(), *(claim.result for claim in claims.CLAIMS)}:
+    for result in {*claims.TABLES.values(), *(said.result for said in claims.CLAIMS)}:
         data = claims.load(result)
         assert data["command"].startswith("python bench/")
         assert {"date", "commit", "python", "cpu_cores", "versions"} <= set(data["machine"])

@@ -8,6 +8,7 @@ TABLES = {
     "cards": "vllm-promise",
     "memory": "vllm-promise",
     "speed": "vllm-promise",
+    "prompt": "vllm-promise",
     "decode": "core-decode",
     "device": "device-decode",
     "prefill": "device-prefill",
@@ -40,6 +41,11 @@ CLAIMS = (
             field("cases/whole/load_seconds", "{:.0f}"),
             field("cases/whole/host_bytes/VmRSS", "{:.0f}", 1e-9),
         ),
+    ),
+    Claim(
+        "at most {} GB of the GPU's were allocated meanwhile",
+        "vllm-promise",
+        (field("cases/whole/load_peak_gpu_gb", "{:.1f}"),),
     ),
     Claim(
         "Qwen3-30B-A3B, all {} layers, in vLLM {}",
@@ -121,7 +127,7 @@ CLAIMS = (
 )
 STATED = {  # no result holds these; where they come from instead
     "on one H200, where PyTorch": "the machine of `vllm-promise.json`",
-    "over 26 GB/s (about a PCIe 4.0 x16 slot) or 12 GB/s (3.0 x16)": (
+    "over 26 GB/s (about a PCIe 4.0 x16 slot) or 12 GB/s (3.0 x16, or 4.0 x8)": (
         "stated, not measured: `LINKS_GB_S` in `bench/vllm_promise.py`"
     ),
     "missed up to 1.9 times as much": "`docs/decisions/0013-forecasts-are-ranges.md`",
@@ -148,6 +154,8 @@ STATED = {  # no result holds these; where they come from instead
     "At 4 GiB": "the budget of the rows below",
     "[decision 9]": "a name",
     "in 64 steps after such a prefill": "what `bench/device_prefill.py` does",
-    "in vLLM 0.26.0, random weights": "`docs/vllm.md`; `vllm-decode.json` does not name vLLM's version",
+    "in vLLM 0.26.0, random weights": (
+        "`docs/vllm.md`; `vllm-decode.json` does not name vLLM's version"
+    ),
     "and 2000 tokens of prompt": "what `bench/vllm_decode.py` does",
 }

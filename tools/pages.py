@@ -32,6 +32,7 @@ def blocks() -> dict[str, dict[str, str]]:
         "docs/benchmarks.md": {
             "memory": promise.memory_table(),
             "speed": promise.speed_table(),
+            "prompt": promise.prompt_table(),
             "vllm": result_tables.vllm_table(),
             "device": result_tables.device_table(),
             "decode": result_tables.decode_table(),

@@ -7,6 +7,7 @@ measured missed bytes allow: those over the link, nothing else counted, so an up
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,30 +60,36 @@ def memory_table() -> str:
 
 
 def speed_table() -> str:
-    """Tokens a second of all sequences together, and seconds to the first token of a prompt."""
+    """Tokens a second of all sequences together."""
     case = load()
     links = _links(case)
-    lines = [
-        f"| ceiling | | {case['link_gb_s']:.1f} GB/s, measured | of the link | "
-        + " | ".join(f"{link}, at most" for link in links)
-        + " |",
-        "|---" * (4 + len(links)) + "|",
-    ]
-    for ceiling in case["ceilings"]:
-        for way in _WAYS[:2]:
-            run = case["runs"][f"{ceiling}, {way}"]
-            forecasts = [f"{_speed(run['forecast_tokens_per_s'][link])}" for link in links]
-            lines.append(
-                f"| {ceiling} | {way} | {_speed(run['tokens_per_s'])} tokens/s | "
-                f"{100 * run['of_link']:.0f} % | {' | '.join(forecasts)} |"
-            )
-        run = case["runs"][f"{ceiling}, prefill"]
-        least = [f"at least {run['missed_gb'] / _gb_s(link):.1f} s" for link in links]
-        lines.append(
-            f"| {ceiling} | 2000 tokens of prompt | {run['ms'] / 1e3:.1f} s | "
-            f"{100 * run['of_link']:.0f} % | {' | '.join(least)} |"
-        )
+    lines = [_head(case, "sequences", [f"{link}, at most" for link in links])]
+    for ceiling, way in product(case["ceilings"], _WAYS[:2]):
+        run = case["runs"][f"{ceiling}, {way}"]
+        cells = [_speed(run["forecast_tokens_per_s"][link]) for link in links]
+        measured = f"{_speed(run['tokens_per_s'])} | {100 * run['of_link']:.0f} %"
+        count = way.removeprefix("batch ")
+        lines.append(f"| {ceiling} | {count} | {measured} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def prompt_table() -> str:
+    """Seconds to the first token of a prompt."""
+    case = load()
+    links = _links(case)
+    lines = [_head(case, "missed", [f"{link}, at least" for link in links])]
+    for ceiling in case["ceilings"]:
+        run = case["runs"][f"{ceiling}, prefill"]
+        cells = [f"{run['missed_gb'] / _gb_s(link):.1f} s" for link in links]
+        measured = f"{run['ms'] / 1e3:.1f} s | {100 * run['of_link']:.0f} %"
+        missed = f"{run['missed_gb']:.0f} GB"
+        lines.append(f"| {ceiling} | {missed} | {measured} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _head(case: Any, second: str, others: list[str]) -> str:
+    columns = ["ceiling", second, f"{case['link_gb_s']:.1f} GB/s, measured", "of the link", *others]
+    return f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
 
 
 _WAYS = ("batch 1", "batch 8", "prefill")

@@ -51,16 +51,19 @@ class Area(NamedTuple):
     of_server: bool = False
 
 
-AREAS = (  # the first that fits has the message
-    Area("Answers of the server", ("serve.",), of_server=True),
-    Area("Starting `hotexperts serve`", ("cli.serve", "serve.")),
-    Area("`hotexperts run` and `verify`", ("cli.run", "cli.generate", "cli.compare", "cli.verify")),
+AREAS = (  # a message goes where the longest beginning of its module is
+    Area(
+        "Sizes, policies, files, and what all commands share",
+        ("cli.", "config", "sizing", "registry", "demo", "policy."),
+    ),
     Area(
         "Models and checkpoints, in Transformers",
         ("integrations.transformers", "cli.text", "cache.safetensors", "cache.file", "cache.store"),
     ),
-    Area("vLLM", ("integrations.vllm",)),
     Area("Memory and device", ("cache.host_memory", "cache.device_mode")),
+    Area("`hotexperts run` and `verify`", ("cli.run", "cli.generate", "cli.compare", "cli.verify")),
+    Area("vLLM", ("integrations.vllm",)),
+    Area("Starting `hotexperts serve`", ("cli.serve", "serve.")),
     Area("Warm starts", ("cache.warm_start", "policy.state", "residency", "kernels.plan.layout")),
     Area(
         "`hotexperts trace` and `simulate`",
@@ -72,20 +75,8 @@ AREAS = (  # the first that fits has the message
         "`hotexperts plan`, `doctor`, `top`, and metrics",
         ("cli.plan", "plan.", "cli.doctor", "observe."),
     ),
-    Area(
-        "Sizes, policies, files, and what all commands share",
-        (
-            "cli.options",
-            "cli.lists",
-            "cli.console",
-            "config",
-            "sizing",
-            "registry",
-            "demo",
-            "policy.",
-        ),
-    ),
     Area("The cache as a library", ("cache.", "errors", "formats.", "kernels.")),
+    Area("Answers of the server", ("serve.",), of_server=True),
 )
 
 
@@ -110,10 +101,15 @@ def area_of(said: Message) -> Area:
     Raises:
         LookupError: none fits: add its module to one.
     """
-    for area in AREAS:
-        if said.module.startswith(area.modules) and area.of_server == (said.error == "Refusal"):
-            return area
-    raise LookupError(f"no area for {said.module}: {said.text}")
+    fits = {
+        len(beginning): area
+        for area in AREAS
+        for beginning in area.modules
+        if said.module.startswith(beginning) and area.of_server == (said.error == "Refusal")
+    }
+    if not fits:
+        raise LookupError(f"no area for {said.module}: {said.text}")
+    return fits[max(fits)]
 
 
 def row(said: Message) -> str:
