@@ -29,10 +29,16 @@ imports: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The site, in site/: broken links fail, and no network is needed.
-docs: $(VENV)/.installed-dev
-	$(BIN)/zensical build --strict --clean
-	$(BIN)/python tools/check_site.py
+# The site, in site/: broken links fail. Building needs no network; the two packages for it are small.
+docs: .venv-docs/.installed
+	.venv-docs/bin/zensical build --strict --clean
+	.venv-docs/bin/python tools/check_site.py
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-docs/bin/python -m pip install --quiet --group docs
+	touch $@
 
 # What in README.md and docs/ follows from the source and from bench/results/.
 pages: $(VENV)/.installed-dev
@@ -81,4 +87,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-5.17 .venv-vllm build dist site .cache
+	rm -rf .venv .venv-5.17 .venv-vllm .venv-docs build dist site .cache

@@ -27,7 +27,7 @@ def card_table() -> str:
     lines = [
         f"| GPU memory | slots a layer | tokens/s at {case['link_gb_s']:.0f} GB/s, measured | "
         + " | ".join(f"at {link}, at most" for link in links)
-        + " | 8 sequences together, measured | 2000 tokens of prompt, measured |",
+        + " | 8 sequences, tokens/s, measured | prompt of 2000 tokens, measured |",
         "|---" * (5 + len(links)) + "|",
     ]
     for ceiling, found in case["ceilings"].items():
