@@ -190,6 +190,7 @@ class Session:
                 "num_layers": len(cache.providers),
                 "policy": cache.policy,
                 "store": cache.store,
+                "packing": cache.packing,
                 "mode": cache.mode,
                 "mode_reason": cache.mode_reason,
                 "reason": cache.reason,

@@ -44,6 +44,7 @@ def plan_gather_kernel(
     remapped,  # [N], dtype of topk_ids
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     buffer,  # int32, the slots
+    bases,  # int32 [NUM_TENSORS]: of packed tensors
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
     top_k,
@@ -63,6 +64,7 @@ def plan_gather_kernel(
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    ROOMS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -210,6 +212,7 @@ def plan_gather_kernel(
         copy_row(
             rows,
             buffer,
+            bases,
             expert,
             slot,
             i_program,
@@ -218,6 +221,7 @@ def plan_gather_kernel(
             ROW_OFFSETS,
             SLOT_OFFSETS,
             NUM_WORDS,
+            ROOMS,
             NUM_TENSORS,
             BLOCK_WORDS,
         )
