@@ -13,11 +13,13 @@ TABLES = {
     "device": "device-decode",
     "prefill": "device-prefill",
     "vllm": "vllm-decode",
+    "prefills": "vllm-prefills",
     "load": "core-load",
     "plan": "device-plan",
     "copies": "device-plan",
     "bytes": "missed-bytes",
     "replay": "simulate-speed",
+    "recording": "trace-recording",
 }
 _LINK = "cases/whole/link_gb_s"
 _RUNS = "cases/{}/runs/{}, batch 1/ms"

@@ -34,6 +34,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "speed": promise.speed_table(),
             "prompt": promise.prompt_table(),
             "vllm": result_tables.vllm_table(),
+            "prefills": result_tables.prefills_table(),
             "device": result_tables.device_table(),
             "decode": result_tables.decode_table(),
             "prefill": result_tables.prefill_table(),
@@ -42,6 +43,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "copies": result_tables.copies_table(),
             "bytes": result_tables.bytes_table(),
             "replay": result_tables.replay_table(),
+            "recording": result_tables.recording_table(),
         },
     }
 

@@ -69,6 +69,10 @@ MESSAGES = {
     "<stopped>; what was recorded before is in <out>: <tokens> tokens, <layers> layers, <top_k> of "
     "<num_experts> experts<guessed>": "see the first half of the line; the file is whole",
     "expert_cache_size is <num_slots>: at least 1 slot a layer is needed": "give 1 or more",
+    "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
+    "with expert_store 'file'": "leave one of the two out",
+    "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
+    "with cache_mode 'host'": "leave one of the two out",
     "tensor name <name> is not a public identifier": "name it as Python names attributes",
     "tensor <name> has no expert dimension: a value shared by all experts stays with the model, it "
     "is not part of a row": "leave it out of the experts' tensors",
@@ -102,18 +106,12 @@ MESSAGES = {
     ),
     "<path_or_id>: <number of names> <kind> tensors, first <names>: the checkpoint is incomplete, "
     "or of another model": _CHECKPOINT,
-    "<layer_name> runs on <found>, which does not work with --moe-expert-cache-size: known are "
-    "CPUUnquantizedExperts, MarlinExperts, TritonExperts, X86CPUUnquantizedExperts": (
-        "take another quantisation, or run it without the cache"
-    ),
     "--moe-expert-cache-policy/--moe-expert-cache-size: <error>": (
         "the rest of the line says what is wrong with that option"
     ),
     "--moe-expert-cache-options is no JSON (<error>): <given>": (
         "quote it for the shell: `'{\"prefill_tokens\": 64}'`"
     ),
-    "--moe-expert-cache-options has <unknown>: known are prefill_tokens, self_test, state, "
-    "check_host_memory, check_ranks, trace": "use one of these",
     "--enable-sleep-mode does not work with --moe-expert-cache-size: waking up would leave the "
     "slots without their experts": "leave it off",
     "--moe-expert-cache-options: state is <state>, in a folder that is not there": (

@@ -135,6 +135,24 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def prefills_table() -> str:
+    """The rows that were measured again since prefills are copied by the copy engine."""
+    lines = ["| | ms | hits | of the link |", "|---|---|---|---|"]
+    for name, run in load("vllm-prefills")["cases"]["prefills"]["runs"].items():
+        hits, link = percent(run.get("hit_rate")), percent(run.get("of_link") or None)
+        lines.append(f"| {name} | {run['ms']:.1f} | {hits} | {link} |")
+    return "\n".join(lines)
+
+
+def recording_table() -> str:
+    """What recording costs a decode step."""
+    lines = ["| | ms a step (lowest, highest) |", "|---|---|"]
+    for way, row in load("trace-recording")["ways"].items():
+        ms = row["step_ms"]
+        lines.append(f"| {way} recording | {ms['median']:.1f} ({ms['min']:.1f}, {ms['max']:.1f}) |")
+    return "\n".join(lines)
+
+
 def bytes_table() -> str:
     """Missed bytes a step of the default and of `auto`, as parts of LRU's."""
     policies = ("lru", "auto", "adv")
