@@ -32,6 +32,7 @@ CASES = (
     "host-6GiB-lru",
     "device-6GiB-lru",
     "device-6GiB-adv",
+    "device-6GiB-adv-packed12",
     "device-all",
 )
 MAX_POSITIONS = 384
@@ -76,11 +77,12 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         import hotexperts.transformers as hot
 
-        size, _, policy = rest.partition("-")
+        size, policy, packing = (rest.split("-") + ["lru", "none"][rest.count("-") :])[:3]
         hot.attach(
             model,
             expert_cache_size=64 if size == "all" else size,
-            policy=policy or "lru",
+            policy=policy,
+            expert_packing=packing,
             cache_mode="device",
             kv_tokens=MAX_POSITIONS,
             device="cuda",
@@ -106,6 +108,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "staging": 0,
         "bank_bytes": cache.bank_nbytes,
         "policy": cache.policy,
+        "packing": cache.packing,
+        "host_bytes": cache.host_nbytes,
         "hit_rate": run.hits / (run.hits + run.misses),
         "bytes_per_step": run.bytes_moved / len(run.step_ms),
     }

@@ -2,8 +2,9 @@
 
     python bench/device_plan.py --out bench/results/device-plan.json
 
-Everything runs inside CUDA graphs of many layers. "Link" is `copy_` of 8 experts from page-locked
-memory in the same run; "empty" is a graph of as many empty kernels.
+Experts are copied as they are, and packed12 (Gaussian weights), whose GB/s are those of bf16 in the
+slots. Everything runs inside CUDA graphs of many layers. "Link" is `copy_` of 8 experts from
+page-locked memory in the same run; "empty" is a graph of as many empty kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton
 
 import machine
 from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.plan import DEVICE_POLICIES, PlanLayout
 from hotexperts.kernels.plan.launch import PlanGather
@@ -85,7 +87,6 @@ def all_hits_case(
 def copies(sizes: tuple[int, int], num_experts: int, tune: bool) -> dict[str, Any]:
     row_nbytes = sum(sizes)
     rows = pinned_rows(num_experts, row_nbytes)
-    capacity = num_experts - 1
     target = torch.empty(8 * row_nbytes // 4, dtype=torch.int32, device=CUDA)
     flat = rows.flatten()
     table: dict[str, Any] = {}
@@ -101,27 +102,43 @@ def copies(sizes: tuple[int, int], num_experts: int, tune: bool) -> dict[str, An
             for p in (8, 16, 24, 32, 64)
             for w, b in ((8, 4096), (8, 8192), (4, 4096), (16, 8192))
         ]
+    plain = GatherLayout.of((0, sizes[0]), sizes, row_nbytes, num_experts // 2)
+    packed_rows, packed = pack(sizes, num_experts)
     for options in variants:
         for count in (8,) if tune else (1, 2, 4, 8):
             name = f"gather x{count} {options or ''}".strip()
-            table[name] = gather_rate(rows, sizes, num_experts, capacity, count, options)
+            table[name] = gather_rate(rows, plain, num_experts, count, options)
             print(f"{row_nbytes / 1e6:.1f} MB {name}: {table[name]:.1f}, link {link:.1f}")
+        if packed_rows is not None:
+            name = f"packed12 x8 {options or ''}".strip()
+            table[name] = gather_rate(packed_rows, packed, num_experts, 8, options)
+            print(f"{row_nbytes / 1e6:.1f} MB {name}: {table[name]:.1f} as bf16, link {link:.1f}")
+    if packed_rows is not None:
+        table["packed12 part of bytes"] = 4 * packed.row_words / row_nbytes
     table["link"] = link
     return table
 
 
+def pack(sizes: tuple[int, int], num_experts: int) -> tuple[torch.Tensor | None, GatherLayout]:
+    """Rows of Gaussian weights, where they are not too large to make, and how they lie."""
+    if sum(sizes) > 1 << 25:
+        return None, GatherLayout.of((0,), (4,), 4, 1)
+    tensors = {
+        name: torch.randn(num_experts, size // 2, device=CUDA).mul_(0.02).bfloat16()
+        for name, size in zip(("w13", "w2"), sizes, strict=True)
+    }
+    store = PackedBackingStore.from_tensors(tensors, CUDA, pin=True)
+    KEEP.append(store)
+    form = store.form
+    layout = GatherLayout.of(form.offsets, sizes, form.row_nbytes, num_experts // 2, form.packings)
+    return store.rows.view(torch.int32), layout
+
+
 def gather_rate(
-    rows: torch.Tensor,
-    sizes: tuple[int, int],
-    num_experts: int,
-    capacity: int,
-    count: int,
-    options: dict[str, int],
+    rows: torch.Tensor, gather: GatherLayout, num_experts: int, count: int, options: dict[str, int]
 ) -> float:
-    """GB/s of a captured call in which `count` of `count` experts miss."""
-    capacity = min(capacity, max(count, num_experts // 2))
-    layout = PlanLayout(num_experts, capacity, "lru")
-    gather = GatherLayout.of((0, sizes[0]), sizes, sum(sizes), capacity)
+    """GB/s into the slots, of a captured call in which `count` of `count` experts miss."""
+    layout = PlanLayout(num_experts, num_experts // 2, "lru")
     kernel = PlanGather(layout, gather, rows, gather.buffer(CUDA), **options)
     sequence = []
     for i in range(2 * num_experts // count):  # round and round: LRU misses every time
@@ -137,7 +154,7 @@ def gather_rate(
             call()
     seconds = timed(graph.replay, repeat=3)
     missed = int((kernel.counters - before)[2]) / 5  # 2 warm-ups and 3 repeats
-    return missed * sum(sizes) / seconds / 1e9
+    return missed * 4 * sum(gather.num_words) / seconds / 1e9
 
 
 def pinned_rows(num_rows: int, row_nbytes: int) -> torch.Tensor:
@@ -173,7 +190,7 @@ def timed(call: Any, repeat: int = 5) -> float:
 
 CUDA = torch.device("cuda")
 SCALAR = torch.zeros(1, device=CUDA)
-KEEP: list[HostBuffer] = []
+KEEP: list[Any] = []
 
 if __name__ == "__main__":
     main()

@@ -4,10 +4,10 @@
 
 Random weights; each token asks for 8 of 64 experts at random, so that every layer needs them all.
 "resident" is the same model with every expert on the GPU, "all" the cache with 64 slots, "quarter"
-with 16 slots, which are full: 48 experts a layer stream through the banks. Then a recorded sequence
-(replay R2) is decoded with such a prefill of 2048 tokens in its middle and without it: what its
-next 64 steps miss shows whether the prefill took anything away. DIR holds the trace; docs/traces.md
-has its form.
+with 16 slots, which are full: 48 experts a layer stream through the banks, as they are or packed.
+Then a recorded sequence (replay R2) is decoded with such a prefill of 2048 tokens in its middle and
+without it: what its next 64 steps miss shows whether the prefill took anything away. DIR holds the
+trace; docs/traces.md has its form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import machine
 import olmoe
 from device_decode import link
 
-CASES = ("resident", "all", "quarter-adv")
+CASES = ("resident", "all", "quarter-adv", "quarter-adv-packed12")
 NUM_TOKENS = (512, 2048, 8192)
 REPEAT = 5
 
@@ -48,15 +48,15 @@ def compare(table: cases.Table) -> dict[str, Any]:
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     model = olmoe.build("cuda")
-    size, _, policy = case.partition("-")
+    size, policy, packing = (case.split("-") + ["lru", "none"][case.count("-") :])[:3]
     if size == "resident":
         model.to("cuda").set_experts_implementation("grouped_mm")
     else:
         import hotexperts.transformers as hot
 
         capacity = olmoe.SHAPE["num_experts"] // (1 if size == "all" else 4)
-        options = {"policy": policy or "lru", "cache_mode": "device", "device": "cuda"}
-        hot.attach(model, expert_cache_size=capacity, **options)
+        options = {"policy": policy, "expert_packing": packing, "cache_mode": "device"}
+        hot.attach(model, expert_cache_size=capacity, device="cuda", **options)
     replay = olmoe.Replay(args.traces / olmoe.TRACE, model, "cuda", max(NUM_TOKENS))
     row: dict[str, Any] = {"link_gb_s": link()}
     row["prefill"] = {str(n): prefill(model, replay, n) for n in NUM_TOKENS}

@@ -1,6 +1,4 @@
-"""Fills docs/parallel.md: what each way of splitting copies, and what was measured.
-
-    python tools/parallel_page.py
+"""The tables of docs/parallel.md: what each way of splitting copies, and what was measured.
 
 The first is reckoned by `hotexperts.plan`, the second is in `bench/results/two-gpu.json`: as long
 as there is no such result, that part is empty.
@@ -9,7 +7,6 @@ as there is no such result, that part is empty.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,11 @@ from hotexperts.plan.split import demand, waves
 from hotexperts.sizing import LayerShape
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/parallel.md"
 RESULT = ROOT / "bench/results/two-gpu.json"
 SHAPE = LayerShape(128, 8, 9_437_184)  # a layer of Qwen3-30B-A3B
 NUM_LAYERS, NUM_SLOTS = 48, 32  # of one GPU; of several, as many bytes
 CASES = ("one", "tp", "ep")
 NAMES = {"one": "one GPU", "tp": "tensor parallel", "ep": "expert parallel"}
-
-
-def main() -> None:
-    page = filled(PAGE.read_text(), "split", reckoned())
-    PAGE.write_text(filled(page, "two-gpu", measured()))
-
-
-def filled(page: str, name: str, content: str) -> str:
-    """The page with this content in the part of this name."""
-    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    found, count = block.subn(lambda block: block[1] + content + block[2], page)
-    assert count == 1, name
-    return found
 
 
 def reckoned() -> str:
@@ -49,7 +32,7 @@ def reckoned() -> str:
         for batch in (1, 8, 32):
             tensor, expert = (cells(num_gpus, batch, way) for way in ("tp", "ep"))
             lines.append(f"| {num_gpus}, {batch} | {' | '.join((*tensor, *expert))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def cells(num_gpus: int, batch: int, way: str) -> tuple[str, str]:
@@ -77,14 +60,14 @@ def content(result: dict[str, Any]) -> str:
     machine, cases = result["machine"], result["cases"]
     parts = [
         f"## Measured\n\n`{result['command']}`, commit {machine['commit'][:7]}, "
-        f"{machine['date'][:10]}; [what it does](../bench/two_gpu.py).",
+        f"{machine['date'][:10]}.",
         links(cases["link"]) if "gpus" in cases.get("link", {}) else "",
         starts(cases, result["two_of_one"]),
         steps(cases),
         stalls(cases),
         left_out(cases),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part)
 
 
 def links(row: dict[str, Any]) -> str:
@@ -180,7 +163,3 @@ def rows(cases: dict[str, Any]) -> list[str]:
 
 def done(cases: dict[str, Any]) -> list[str]:
     return [case for case in CASES if "runs" in cases.get(case, {})]
-
-
-if __name__ == "__main__":
-    main()

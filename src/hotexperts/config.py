@@ -41,6 +41,8 @@ StoreKind: TypeAlias = Literal["ram", "file"]
 STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
 CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
+ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
+PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
 
 
 def parse_bytes(text: str) -> int:
@@ -126,6 +128,8 @@ class CacheConfig:
         mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy;
             "auto" is the device where it can, else the host.
         check_host_memory: refuse before loading when the host seems to have too little.
+        packing: "packed12" keeps bf16 experts in 12 bits a value, without loss, which kernels
+            unpack; "auto" does where a GPU's kernels copy what is missed.
     """
 
     size: CacheSize = AUTO
@@ -133,6 +137,7 @@ class CacheConfig:
     store: StoreKind = "ram"
     mode: CacheMode = AUTO
     check_host_memory: bool = True
+    packing: ExpertPacking = "none"
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
@@ -142,6 +147,16 @@ class CacheConfig:
         if self.mode == "device" and not self.has_page_locked_store:
             raise ConfigError(
                 "cache_mode 'device' reads experts from page-locked memory: use expert_store 'ram'"
+            )
+        if self.packing not in PACKINGS:
+            raise ConfigError(
+                f"expert_packing is {self.packing!r}: use 'auto', 'none' or 'packed12'"
+            )
+        if self.packing == "packed12" and (self.mode == "host" or self.store == "file"):
+            given = "expert_store 'file'" if self.store == "file" else "cache_mode 'host'"
+            raise ConfigError(
+                "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it "
+                f"does not work with {given}"
             )
 
     @property

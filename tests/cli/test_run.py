@@ -55,6 +55,8 @@ def test_greedy_output_is_the_resident_model_s(
         "num_layers": 2,
         "policy": DEFAULT_POLICY,
         "store": store,
+        "packing": "none",
+        "packing_report": "",
         "mode": "host",
         "mode_reason": f"host: {why}",
         "reason": f"{size} slots a layer as asked",

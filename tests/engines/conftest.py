@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 255,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a GPU the next engine finds nothing of the last one's."""
+    yield
+    if request.node.get_closest_marker("vllm_gpu") is None:
+        return
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    # The memory of the graphs that are gone: PyTorch captures no others into it.
+    type(current_platform)._global_graph_pool = None
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,7 @@ repacks them as it would a checkpoint's.
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +127,6 @@ PROMPTS = [
 ]
 NUM_TOKENS = 16
 CACHE = {"moe_expert_cache_size": 8, "moe_expert_cache_options": {"self_test": True}}
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """The next engine finds nothing of the last one's."""
-    yield
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    gc.collect()
-    cleanup_dist_env_and_memory()
 
 
 def start(folder: Path, name: str, **options: Any) -> Any:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import hotexperts.transformers as hot
+from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
+from hotexperts.kernels.gather.packed12 import Packing
 from integrations import zoo
 
 pytest.importorskip("triton")
@@ -145,3 +147,47 @@ def test_a_captured_decode_step_equals_the_eager_one(policy: str, checkpoint: Pa
             expected.append(int(token))
     assert found == expected
     assert model.expert_cache.stats == eager.expert_cache.stats
+
+
+def test_packed_experts_give_the_same_tokens(checkpoint: Path, monkeypatch: Any) -> None:
+    """Slots hold what the file holds; here even tiny tensors are packed."""
+    monkeypatch.setattr(
+        packed_store, "_packing_that_pays", lambda nbytes, base, n: Packing(base, 128)
+    )
+    prompt = zoo.sample_ids(batch=1, length=70).to(DEVICE)
+    found = {}
+    for packing in ("none", "packed12"):
+        model = load(checkpoint, 3, "device", expert_packing=packing, dtype="bfloat16")
+        cache = model.expert_cache
+        assert cache.packing == packing
+        found[packing] = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        moved = cache.stats.bytes_moved
+        assert moved % cache.providers[0].store.form.nbytes == 0
+        attached = zoo.build_model("olmoe").bfloat16()
+        hot.attach(
+            attached,
+            expert_cache_size=3,
+            cache_mode="device",
+            device=DEVICE,
+            expert_packing=packing,
+        )
+        found[packing, "attached"] = attached(prompt).logits.detach()
+    assert torch.equal(found["none"], found["packed12"])
+    assert torch.equal(found["none", "attached"], found["packed12", "attached"])
+
+
+def test_packing_that_cannot_work_is_refused(checkpoint: Path) -> None:
+    for options, message in (
+        ({"expert_packing": "zip"}, "expert_packing is 'zip': use 'auto', 'none' or 'packed12'"),
+        ({"cache_mode": "host"}, "does not work with cache_mode 'host'"),
+        ({"expert_store": "file"}, "does not work with expert_store 'file'"),
+        ({"policy": "slru"}, r"\(host: policy 'slru' has no kernel\): use expert_packing 'auto'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hot.load(checkpoint, **{"expert_packing": "packed12", "device": "cpu"} | options)
+
+
+def test_auto_packs_only_where_kernels_copy(checkpoint: Path) -> None:
+    for size, mode in ((2, "host"), (2, "auto"), (2, "device")):  # a CPU has no link
+        cache = load(checkpoint, size, mode, expert_packing="auto").expert_cache
+        assert cache.packing == "none"  # of tensors as small as these, on a GPU too

@@ -82,13 +82,9 @@ def test_device_equals_host(policy: str) -> None:
 
 
 def counted(provider: DeviceWeightProvider | CachedWeightProvider) -> dict[str, int]:
-    """The counters but for waves, which the host leaves out where they turn out to be empty, for
-    bytes, of which a prefill moves fewer where a bank still holds a row, and for what the host
-    alone counts of shadows."""
+    """The counters but for waves, which the host leaves out where they turn out to be empty, and
+    for bytes, of which a prefill moves fewer where a bank still holds a row."""
     found = provider.stats.as_dict()
-    is_hosts = isinstance(provider, CachedWeightProvider) and provider.policy.name == "adv"
-    for name in ("lru_hits", "best_shadow_hits"):
-        assert (found.pop(name, None) is not None) == is_hosts
     assert found.pop("waves") > 0
     assert 0 < found.pop("bytes_moved") <= found["misses"] * provider.store.layout.nbytes
     return found
@@ -344,7 +340,11 @@ def test_captured_waves_equal_eager(policy: str, prefill: bool) -> None:
         assert torch.equal(found.long() - 1, ids)
         assert torch.equal(bias_of(eager), found)
         assert captured.slot_of == eager.slot_of
-    assert captured.stats == eager.stats
+    ours, theirs = captured.stats.as_dict(), eager.stats.as_dict()
+    if prefill:  # the host waited for the eager one's, and leaves out what is not needed
+        assert ours.pop("waves") > theirs.pop("waves")
+        assert ours.pop("bytes_moved") >= theirs.pop("bytes_moved")
+    assert ours == theirs
 
 
 @pytest.mark.gpu

@@ -89,6 +89,10 @@ class Layer:
         assert torch.equal(self.kernel.counters.cpu(), self.naive_counters)
         assert torch.equal(self.buffer.cpu(), self.naive_buffer)
         assert self.layout.view(self.naive_state, "slot_of").tolist() == self.ledger.slot_of
+        shadows = self.policy.shadow_hits()
+        if shadows is not None:
+            played = self.naive_counters[Counter.SHADOW_HITS :].tolist()
+            assert played == [*shadows.shadows, shadows.lru]
         passed = self.layout.view(self.naive_state, "passed")
         bypassed = list(decision.bypassed)
         assert (passed >= 0).nonzero().flatten().tolist() == bypassed
@@ -107,7 +111,7 @@ def random_ids(draw: random.Random, num_experts: int, num_tokens: int, k: int) -
 def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, int]) -> None:
     num_experts, capacity, num_tokens, k = shape
     draw = random.Random(f"{policy}{shape}")
-    layer = Layer(policy, num_experts, capacity, num_programs=7, num_warps=4, block_words=64)
+    layer = Layer(policy, num_experts, capacity, num_programs=9, num_warps=4, block_words=64)
     for _ in range(NUM_EVENTS):
         ids = random_ids(draw, num_experts, num_tokens, k)
         num_valid = draw.choice([None, None, num_tokens, draw.randint(0, num_tokens)])
@@ -124,7 +128,7 @@ def test_bank_fills_agree(num_rows: int) -> None:
 
     draw = random.Random(num_rows)
     how: dict[str, Any] = {"num_programs": 3, "num_warps": 4, "block_words": 64}
-    layer = Layer("lru", 16, 5, num_programs=7, num_warps=4, block_words=64)
+    layer = Layer("lru", 16, 5, num_programs=9, num_warps=4, block_words=64)
     layout = GatherLayout.of((0, 256, 512), (80, 4, 24), 768, num_rows)
     fill = BankFill(layer.kernel, layout, num_rows, layer.rows, **how)
     naive_bank = torch.full((layout.buffer_words,), -1, dtype=torch.int32)

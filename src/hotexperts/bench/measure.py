@@ -198,6 +198,7 @@ def _about(model: Any, size: str) -> Row:
         "size": size,
         "capacity": cache.capacity,
         "policy": cache.policy,
+        "packing": cache.packing,
         "cache_mode": cache.mode,
         "cache_mode_reason": cache.mode_reason,
     }

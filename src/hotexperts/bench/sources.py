@@ -127,7 +127,8 @@ class CheckpointSource:
 
     def check(self, size: str, kv_tokens: int) -> None:
         """See `Source`; the experts are left in the file, so that it is quick."""
-        self._load(size, kv_tokens, {"expert_store": "file", "cache_mode": "host"})
+        probe = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
+        self._load(size, kv_tokens, probe)
 
     def resident(self) -> Any:
         """See `Source`."""

@@ -9,6 +9,7 @@ import torch
 
 from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
@@ -16,7 +17,6 @@ from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import CheckpointError, ConfigError, ExpertCacheOverflow
-from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
@@ -36,7 +36,7 @@ class DeviceWeightProvider(StreamingProvider):
     of the ids alone.
 
     Args:
-        store: all experts, page-locked where the device is a GPU.
+        store: all experts, page-locked where the device is a GPU, plain or packed.
         capacity: cached slots, 1 to E.
         policy: one that has a kernel.
         device: a CUDA device; a CPU works under Triton's interpreter.
@@ -61,7 +61,7 @@ class DeviceWeightProvider(StreamingProvider):
 
     def __init__(
         self,
-        store: CPUBackingStore,
+        store: CPUBackingStore | PackedBackingStore,
         capacity: int,
         *,
         policy: str = DEFAULT_POLICY,
@@ -80,6 +80,7 @@ class DeviceWeightProvider(StreamingProvider):
         if device.type == "cuda" and not store.is_pinned:
             raise ConfigError("the store is not page-locked: make it with pin=True")
         super().__init__(store, capacity, device, banks, turn)
+        self.store: CPUBackingStore | PackedBackingStore = store
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
         self.token_count: TokenCount | None = None
@@ -88,7 +89,7 @@ class DeviceWeightProvider(StreamingProvider):
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
         rows = store.rows.view(torch.int32)
-        gather = _gather_layout(store.layout, capacity)
+        gather = _gather_layout(store, capacity)
         self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
         self.slot_of_on_device = self.plan.view(self.kernel.state, "slot_of")
         self.passed = self.plan.view(self.kernel.state, "passed")
@@ -98,7 +99,7 @@ class DeviceWeightProvider(StreamingProvider):
         if self.banks is not None:
             self._fill = BankFill(
                 self.kernel,
-                _gather_layout(store.layout, self.banks.num_rows),
+                _gather_layout(store, self.banks.num_rows),
                 self.banks.num_rows,
                 rows,
                 num_programs=num_programs,
@@ -159,6 +160,7 @@ class DeviceWeightProvider(StreamingProvider):
 
     def stats_of(self, counts: Sequence[int]) -> CacheStats:
         """The counters as they were when `kernel.counters` held these values."""
+        has_shadows = self.plan.policy == "adv"
         return CacheStats(
             calls=counts[Counter.CALLS],
             hits=counts[Counter.HITS],
@@ -166,7 +168,11 @@ class DeviceWeightProvider(StreamingProvider):
             bypasses=counts[Counter.BYPASSES],
             evictions=counts[Counter.EVICTIONS],
             waves=counts[Counter.WAVES] + self._waves_by_host,
-            bytes_moved=(counts[Counter.COPIES] + self._copies_by_host) * self.store.layout.nbytes,
+            bytes_moved=(counts[Counter.COPIES] + self._copies_by_host) * self.store.form.nbytes,
+            lru_hits=counts[Counter.LRU_HITS] if has_shadows else None,
+            best_shadow_hits=(
+                max(counts[Counter.SHADOW_HITS : Counter.LRU_HITS]) if has_shadows else None
+            ),
         )
 
     @property
@@ -264,6 +270,6 @@ class DeviceWeightProvider(StreamingProvider):
         return not (self.buffer.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _gather_layout(layout: ExpertLayout, num_rows: int) -> GatherLayout:
-    sizes = tuple(spec.nbytes for spec in layout.specs)
-    return GatherLayout.of(layout.offsets, sizes, layout.row_nbytes, num_rows)
+def _gather_layout(store: CPUBackingStore | PackedBackingStore, num_rows: int) -> GatherLayout:
+    form, sizes = store.form, tuple(spec.nbytes for spec in store.layout.specs)
+    return GatherLayout.of(form.offsets, sizes, form.row_nbytes, num_rows, form.packings)

@@ -53,8 +53,9 @@ class GuidedPrefill:
         assert provider.banks is not None, "whatever may pass by does so through banks"
         self._provider = provider
         self._banks = provider.banks
-        layout = provider.store.layout
-        self._by_engine = layout.row_nbytes >= ENGINE_MIN_NBYTES * len(layout.specs)
+        form = provider.store.form
+        is_large = form.row_nbytes >= ENGINE_MIN_NBYTES * len(form.sizes)
+        self._by_engine = is_large and not form.is_packed
 
     def waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult) -> Waves:
         """What came ahead, the slots while the banks fill, and the other parts.

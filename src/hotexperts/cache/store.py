@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +11,47 @@ import torch
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
+from hotexperts.kernels.gather.packed12 import Packing
 
 CHUNK_NBYTES = 1 << 28  # of device memory beside the tensors, while they are taken
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """How a row lies in a store.
+
+    Attributes:
+        offsets: bytes from the row's start to each tensor, multiples of 256.
+        sizes: bytes of each tensor in the row, without padding.
+        row_nbytes: bytes of a row, a multiple of 256.
+        packings: of each tensor; None where it lies as it is.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    row_nbytes: int
+    packings: tuple[Packing | None, ...]
+
+    @classmethod
+    def plain(cls, layout: ExpertLayout) -> RowForm:
+        """Every tensor as it is."""
+        sizes = tuple(spec.nbytes for spec in layout.specs)
+        return cls(layout.offsets, sizes, layout.row_nbytes, (None,) * len(sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row that are copied."""
+        return sum(self.sizes)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether kernels alone can copy it."""
+        return any(packing is not None for packing in self.packings)
+
+    def parts(self, row: torch.Tensor) -> Iterator[tuple[Packing | None, torch.Tensor]]:
+        """Each tensor's packing and its bytes in a row, uint8 `[row_nbytes]`."""
+        for offset, size, packing in zip(self.offsets, self.sizes, self.packings, strict=True):
+            yield packing, row[offset : offset + size]
 
 
 class ExpertStore(Protocol):
@@ -43,6 +83,7 @@ class CPUBackingStore:
 
     Attributes:
         rows: the bytes.
+        form: how a row lies in them.
         tensors: named tuple of typed views `[E, *shape]` into `rows`.
 
     Raises:
@@ -55,6 +96,7 @@ class CPUBackingStore:
                 f"{num_experts} experts of {layout.row_nbytes} bytes: there is nothing to store"
             )
         self.layout = layout
+        self.form = RowForm.plain(layout)
         self.num_experts = num_experts
         self.is_pinned = pin
         self._buffer = HostBuffer(num_experts * layout.row_nbytes, pin=pin)

@@ -77,6 +77,7 @@ def bench(
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     no_resident: Annotated[
@@ -119,7 +120,7 @@ def bench(
         for each in domains:
             lists.check_choice("--domain", each, list(DOMAINS))
         POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store)
+        options.check_cache_mode(cache_mode, expert_store, expert_packing)
         name, found_shape = (None, None) if shape is None else find_shape(shape, layers)
         earlier = None if compare is None else read_earlier(compare)
 
@@ -145,6 +146,7 @@ def bench(
                 options={
                     "policy": policy,
                     "cache_mode": cache_mode,
+                    "expert_packing": expert_packing,
                     "check_host_memory": not no_host_memory_check,
                 },
             ),

@@ -32,6 +32,8 @@ from hotexperts.stats import CacheStats
 from hotexperts.transformers import load
 
 _NUM_DRAWN_TOKENS = 32
+# A cache that is quick to make, since the experts stay where they are.
+PROBE = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
     Raises:
         ConfigError: a cache mode that cannot work here, before the long part begins.
     """
-    probe = _cached(wanted, "1", expert_store="file", cache_mode="host")
+    probe = _cached(wanted, "1", **PROBE)
     mode = _choose_mode(wanted, probe)
     ids = _prompt_ids(wanted, probe)
     _check_length(wanted, len(ids), max_positions(probe.config))
@@ -151,7 +153,7 @@ def _check_sizes(wanted: Comparison, sizes: Sequence[str], num_experts: int) -> 
         if size.isdecimal():
             fixed_capacity(int(size), [LayerShape(num_experts, top_k=1, row_nbytes=0)])
         elif size != AUTO:
-            _cached(wanted, size, expert_store="file", cache_mode="host")
+            _cached(wanted, size, **PROBE)
             _free_memory()
 
 

@@ -190,6 +190,8 @@ class Session:
                 "num_layers": len(cache.providers),
                 "policy": cache.policy,
                 "store": cache.store,
+                "packing": cache.packing,
+                "packing_report": cache.packing_report,
                 "mode": cache.mode,
                 "mode_reason": cache.mode_reason,
                 "reason": cache.reason,

@@ -10,7 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from hotexperts import demo
-from hotexperts.config import AUTO, CACHE_MODES, CacheConfig, CacheMode
+from hotexperts.config import AUTO, CACHE_MODES, PACKINGS, CacheConfig, CacheMode, ExpertPacking
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.policy import POLICIES
 
@@ -99,6 +99,15 @@ ExpertStore = Annotated[
     Store,
     typer.Option(
         help="Copy experts into host memory (ram), or leave them in the checkpoint (file)."
+    ),
+]
+ExpertPackingName = Annotated[
+    str,
+    typer.Option(
+        "--expert-packing",
+        help="Keep bf16 experts in 12 bits a value in host memory, without loss (packed12), as "
+        "they are (none), or packed where kernels on the GPU copy them (auto).",
+        metavar="|".join(PACKINGS),
     ),
 ]
 CacheModeName = Annotated[
@@ -191,13 +200,14 @@ def context(wanted: int | None, default: int, positions: int | None) -> int:
     return wanted or min(default, positions)
 
 
-def check_cache_mode(mode: str, store: Store) -> None:
-    """Refuse a mode that is none, or that cannot read from where the experts live.
+def check_cache_mode(mode: str, store: Store, packing: str = AUTO) -> None:
+    """Refuse a mode or a packing that is none, or that does not go with the others.
 
     Raises:
-        ConfigError: either.
+        ConfigError: one of them.
     """
-    CacheConfig(store=store.value, mode=cast(CacheMode, mode))
+    given = cast(CacheMode, mode), cast(ExpertPacking, packing)
+    CacheConfig(store=store.value, mode=given[0], packing=given[1])
 
 
 def cache_size(size: str | None, gib: float | None) -> str:

@@ -159,8 +159,10 @@ def _device_memory(memory: Data) -> str:
 
 def _host_memory(data: Data) -> str:
     memory, seconds = data["memory"], data["seconds"]["load"]
+    report = data["cache"]["packing_report"]
+    packed = f", {report}" if report else ""
     where = (
-        f"{format_bytes(memory['host_nbytes'])} of experts in host memory"
+        f"{format_bytes(memory['host_nbytes'])} of experts in host memory{packed}"
         if data["cache"]["store"] == "ram"
         else f"{format_bytes(memory['expert_nbytes'])} of experts left in the checkpoint file"
     )

@@ -45,6 +45,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,
@@ -80,7 +81,7 @@ def run(
         if expert_cache_state is not None:
             options.check_output("--expert-cache-state", str(expert_cache_state))
         _check(prompt, interactive, as_json, size, policy)
-        options.check_cache_mode(cache_mode, expert_store)
+        options.check_cache_mode(cache_mode, expert_store, expert_packing)
         _check_draws(temperature, seed)
         path = options.model_path(model)
         session = _open(
@@ -95,6 +96,7 @@ def run(
             policy=policy,
             expert_store=expert_store.value,
             cache_mode=cache_mode,
+            expert_packing=expert_packing,
             device=device,
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,

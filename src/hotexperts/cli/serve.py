@@ -83,6 +83,7 @@ def serve(
     context: options.Context = None,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     max_requests: Annotated[
         int | None,
@@ -113,7 +114,7 @@ def serve(
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         parse_cache_size(size)
         POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store)
+        options.check_cache_mode(cache_mode, expert_store, expert_packing)
         address.check_access(host, api_key)
         template = _read_template(chat_template)
         if served_model_name is not None and not served_model_name.strip():
@@ -126,7 +127,7 @@ def serve(
         console.note(f"engine {found.value}: {reason}")
         name = served_model_name or (DEMO_NAME if model is None else path)
         if found is Engine.VLLM:
-            _check_vllm(device, expert_store, cache_mode, max_requests, max_body)
+            _check_vllm(device, expert_store, expert_packing, cache_mode, max_requests, max_body)
             flags: vllm.Flags = {
                 "--host": host,
                 "--port": str(port),
@@ -162,6 +163,7 @@ def serve(
             policy=policy,
             expert_store=expert_store.value,
             cache_mode=cache_mode,
+            expert_packing=expert_packing,
             device=device,
             dtype=dtype.value,
             check_host_memory=not no_host_memory_check,
@@ -171,6 +173,7 @@ def serve(
 def _check_vllm(
     device: str | None,
     expert_store: options.Store,
+    expert_packing: str,
     cache_mode: str,
     max_requests: int | None,
     max_body: str | None,
@@ -179,6 +182,7 @@ def _check_vllm(
     ours = {
         "--device": device is not None,
         "--expert-store": expert_store is not options.Store.RAM,
+        "--expert-packing": expert_packing != "none",
         "--cache-mode": cache_mode != AUTO,
         "--max-requests": max_requests is not None,
         "--max-body": max_body is not None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hotexperts import __version__
+import hotexperts
 from hotexperts.cli import console, lists, options, report
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
@@ -225,7 +225,9 @@ def _draw(sweep: Sweep, counts: Any, path: Path) -> None:
         if path.suffix == _PAGE:
             from hotexperts.page.of_sweep import sweep_page
 
-            path.write_bytes(sweep_page(sweep, counts).render(f"hotexperts {__version__}"))
+            path.write_bytes(
+                sweep_page(sweep, counts).render(f"hotexperts {hotexperts.__version__}")
+            )
         else:
             from hotexperts.cli.curves import draw_curves
 

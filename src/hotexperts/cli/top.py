@@ -35,9 +35,9 @@ def top(
 ) -> None:
     """Watch hit rate, copies and waves a layer call until Ctrl-C; with --json look once.
 
-    LRU and best: the hits that LRU and the policy's best shadow caches would have had, where a
-    policy with shadows is run by the host. vLLM's workers publish about once a second: shorter
-    intervals show nothing new.
+    LRU and best: the hits that LRU and the policy's best shadow caches would have had, where the
+    policy has shadows. vLLM's workers publish about once a second: shorter intervals show nothing
+    new.
     """
     with console.errors_as_one_line(debug):
         looks = _looks(url, interval)

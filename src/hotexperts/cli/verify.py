@@ -43,6 +43,7 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_packing: options.ExpertPackingName = "none",
     cache_mode: options.CacheModeName = AUTO,
     tolerance: Annotated[
         float,
@@ -69,7 +70,7 @@ def verify(
     with console.errors_as_one_line(debug):
         sizes = _sizes(expert_cache_size)
         POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store)
+        options.check_cache_mode(cache_mode, expert_store, expert_packing)
         options.check_text(prompt or "", "--prompt")
         path = options.model_path(model)
 
@@ -81,6 +82,7 @@ def verify(
             "policy": policy,
             "expert_store": expert_store.value,
             "cache_mode": cache_mode,
+            "expert_packing": expert_packing,
             "check_host_memory": not no_host_memory_check,
         }
         data = verify_model(

@@ -11,7 +11,7 @@ COUNTERS = {
     "evictions": "Experts that gave up their slot",
     "waves": "Kernel calls over part of a demand",
     "bytes_moved": "Bytes copied from the store",
-    # Of a policy with shadow caches, run by the host:
+    # Of a policy with shadow caches:
     "lru_hits": "Hits that an LRU cache of as many slots would have had",
     "best_shadow_hits": "Hits of the policy's best shadow cache in each layer",
 }

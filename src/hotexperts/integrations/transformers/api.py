@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from hotexperts.config import CacheConfig, CacheMode, StoreKind, parse_cache_size
+from hotexperts.config import (
+    CacheConfig,
+    CacheMode,
+    ExpertPacking,
+    StoreKind,
+    parse_cache_size,
+)
 from hotexperts.errors import (
     CheckpointError,
     UnsupportedModelError,
@@ -37,6 +43,7 @@ def load(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    expert_packing: ExpertPacking = "none",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -57,6 +64,9 @@ def load(
         policy: which expert leaves: a registered name or "module:Class".
         expert_store: "ram" copies the experts into host memory, page-locked for a GPU; "file"
             leaves them in the checkpoint, memory-mapped.
+        expert_packing: "packed12" keeps bf16 experts in 12 bits a value in host memory, without
+            loss, and kernels unpack them as they copy; "none" keeps them as they are; "auto" packs
+            where kernels manage the cache on a GPU and some expert has no slot.
         cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
             copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel);
             "auto" is "device" where all of that is given, else "host":
@@ -93,6 +103,7 @@ def load(
             expert_store,
             cache_mode,
             check_host_memory,
+            expert_packing,
         ),
         experts_algorithm,
         kv_tokens,
@@ -114,6 +125,7 @@ def attach(
     *,
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
+    expert_packing: ExpertPacking = "none",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
@@ -128,6 +140,7 @@ def attach(
         model: a loaded Transformers model.
         expert_cache_size: as for `load`.
         policy: as for `load`.
+        expert_packing: as for `load`.
         cache_mode: as for `load`.
         device: as for `load`.
         experts_algorithm: as for `load`.
@@ -150,7 +163,12 @@ def attach(
         )
     options = make_options(
         CacheConfig(
-            parse_cache_size(expert_cache_size), policy, "ram", cache_mode, check_host_memory
+            parse_cache_size(expert_cache_size),
+            policy,
+            "ram",
+            cache_mode,
+            check_host_memory,
+            expert_packing,
         ),
         experts_algorithm,
         kv_tokens,
@@ -164,6 +182,7 @@ def install(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    expert_packing: ExpertPacking = "none",
     cache_mode: CacheMode = "auto",
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int | None = None,
@@ -177,6 +196,7 @@ def install(
         expert_cache_size: as for `load`.
         policy: as for `load`.
         expert_store: as for `load`.
+        expert_packing: as for `load`.
         cache_mode: as for `load`.
         experts_algorithm: as for `load`.
         kv_tokens: as for `load`.
@@ -190,6 +210,7 @@ def install(
                 expert_store,
                 cache_mode,
                 check_host_memory,
+                expert_packing,
             ),
             experts_algorithm,
             kv_tokens,

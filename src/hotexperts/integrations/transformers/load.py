@@ -21,7 +21,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hotexperts.cache import CPUBackingStore, ExpertStore
+from hotexperts.cache.device_mode import choose_mode
 from hotexperts.cache.file_store import PinnedBounce
+from hotexperts.cache.packed_store import PackedBackingStore, packs
 from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
@@ -147,7 +149,7 @@ def _load(
         ) from error
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, in_ram)
-    stores = make_stores(found, checkpoint, options, device)
+    stores = make_stores(found, checkpoint, options, device, plan.capacity)
     attach_stores(model, found, stores, plan, options, device, start)
     return result
 
@@ -157,9 +159,11 @@ def make_stores(
     checkpoint: ExpertCheckpoint,
     options: LoadOptions,
     device: torch.device,
+    capacity: int,
 ) -> list[ExpertStore]:
     """One store a layer, in memory or in the file, as the options say."""
     pin = device.type == "cuda"
+    is_packed = _is_packed(found, options, device, capacity)
     if options.cache.store == "file":
         bounce = PinnedBounce(max(x.layout.row_nbytes for x in found)) if pin else None
         return [checkpoint.store(layer, bounce=bounce) for layer in found]
@@ -172,9 +176,21 @@ def make_stores(
             options.progress(before + expert + 1, num_experts)
 
         source = checkpoint.store(layer, release_pages=True)
-        stores.append(CPUBackingStore.from_store(source, pin=pin, after_each=report))
+        if is_packed:
+            packed = PackedBackingStore.from_store(source, device, pin=pin, after_each=report)
+            stores.append(packed)
+        else:
+            stores.append(CPUBackingStore.from_store(source, pin=pin, after_each=report))
         done += layer.num_experts
     return stores
+
+
+def _is_packed(
+    found: Sequence[ExpertsModule], options: LoadOptions, device: torch.device, capacity: int
+) -> bool:
+    mode = choose_mode(options.cache, [layer.layout for layer in found], device)
+    is_full = capacity >= max(layer.num_experts for layer in found)
+    return packs(options.cache, mode, device, is_full=is_full)
 
 
 def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
@@ -195,9 +211,13 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
     stores: list[ExpertStore] = []
+    pin, is_packed = device.type == "cuda", _is_packed(found, options, device, plan.capacity)
     for layer in found:
         parameters = take_parameters(layer.module)
-        stores.append(CPUBackingStore.from_tensors(parameters, pin=device.type == "cuda"))
+        if is_packed:
+            stores.append(PackedBackingStore.from_tensors(parameters, device, pin=pin))
+        else:
+            stores.append(CPUBackingStore.from_tensors(parameters, pin=pin))
         parameters.clear()
     nn.Module.to(model, device)
     experts.register()

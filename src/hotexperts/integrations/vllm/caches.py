@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
@@ -26,6 +28,7 @@ from hotexperts.integrations.vllm.trace import Recorder, recorder_for
 from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
 from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
 
+Store: TypeAlias = "CPUBackingStore | PackedBackingStore"
 log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
 
 
@@ -50,7 +53,7 @@ class ModelCaches:
         self.recorder: Recorder | None = None
         self._target = target
         self._plan: SizePlan | None = None
-        self._stores: dict[str, CPUBackingStore] = {}
+        self._stores: dict[str, Store] = {}
         self._banks: dict[ExpertLayout, StreamBanks] = {}
         self._turn: Turn | None = None
         self._last: DeviceWeightProvider | None = None
@@ -90,11 +93,11 @@ class ModelCaches:
         parameters = per_expert_parameters(layer, experts, num_experts)
         tensors = {name: parameter.data for name, parameter in parameters.items()}
         device = next(iter(tensors.values())).device
-        store = CPUBackingStore.from_tensors(tensors, pin=device.type == "cuda")
-        self._stores[layer.layer_name], self._top_k = store, layer.top_k
+        self._top_k = layer.top_k
         if self._plan is None:
-            self._plan = self._make_plan(layer, store, device)
+            self._plan = self._make_plan(layer, tensors, device)
             self.recorder = recorder_for(self)
+        store = self._stores[layer.layer_name] = self._store_of(tensors, device)
         is_tested = is_wanted(self.options.self_test, layer, parameters)
         prefill_tokens = self.options.prefill_tokens
         test = SelfTest(layer, method, prefill_tokens) if is_tested else None
@@ -166,6 +169,8 @@ class ModelCaches:
         if self._plan is None:
             return "expert cache: no MoE layers"
         memory = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory().items())
+        report = describe_packing(list(self._stores.values()))
+        memory += f" ({report})" if report else ""
         return (
             f"expert cache: {self._plan.reason}; {len(self.layers)} layers, policy "
             f"{self.options.cache.policy}; {memory}; {self._describe_waves()}"
@@ -185,7 +190,7 @@ class ModelCaches:
             )
         return found
 
-    def _provider(self, store: CPUBackingStore, device: torch.device) -> StreamingProvider:
+    def _provider(self, store: Store, device: torch.device) -> StreamingProvider:
         layout, num_experts = store.layout, store.num_experts
         capacity = self._capacity(store)
         self._turn = self._turn or Turn(device)
@@ -220,19 +225,32 @@ class ModelCaches:
         self._token_count = self._token_count or TokenCount(device)
         provider.token_count = self._token_count
 
-    def _capacity(self, store: CPUBackingStore) -> int:
+    def _store_of(self, tensors: dict[str, torch.Tensor], device: torch.device) -> Store:
+        assert self._plan is not None, "made when the first layer came"
+        is_gpu = device.type == "cuda"
+        mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
+        is_full = self._plan.capacity >= len(next(iter(tensors.values())))
+        if packs(self.options.cache, mode, device, is_full=is_full):
+            return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
+        return CPUBackingStore.from_tensors(tensors, pin=is_gpu)
+
+    def _capacity(self, store: Store) -> int:
         assert self._plan is not None, "made when the first layer came"
         return min(self._plan.capacity, store.num_experts)
 
-    def _make_plan(self, layer: Any, store: CPUBackingStore, device: torch.device) -> SizePlan:
-        shapes = [_shape(store, layer.top_k)] * max(1, self.num_expected)
+    def _make_plan(
+        self, layer: Any, tensors: dict[str, torch.Tensor], device: torch.device
+    ) -> SizePlan:
+        layout, num_experts = ExpertLayout.of(tensors)
+        shape = LayerShape(num_experts, layer.top_k, layout.row_nbytes)
+        shapes = [shape] * max(1, self.num_expected)
         size = self.options.cache.size
         if isinstance(size, int) and not isinstance(size, Bytes):
             return fixed_capacity(size, shapes)
         if self._target is not None and self._target._plan is not None:  # the budget is spent
-            return fixed_capacity(min(self._target._plan.capacity, store.num_experts), shapes)
+            return fixed_capacity(min(self._target._plan.capacity, num_experts), shapes)
         total = total_nbytes(size, self.config, device)
-        other = other_nbytes(self.config, device, layer, store.rows.numel())
+        other = other_nbytes(self.config, device, layer, num_experts * layout.row_nbytes)
         other = largest_of_ranks(other)  # so that all have equal slots
         return capacity_for_budget(total, other, shapes)
 
@@ -243,5 +261,5 @@ def _num_ranks_here(parallel: Any) -> int:
     return int(local * max(1, getattr(parallel, "data_parallel_size_local", 1)))
 
 
-def _shape(store: CPUBackingStore, top_k: int) -> LayerShape:
+def _shape(store: Store, top_k: int) -> LayerShape:
     return LayerShape(store.num_experts, top_k, store.layout.row_nbytes)

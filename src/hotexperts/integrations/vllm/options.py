@@ -21,6 +21,7 @@ MORE_OPTIONS = (
     "check_host_memory",
     "check_ranks",
     "trace",
+    "packing",
 )
 DEFAULT_PREFILL_TOKENS = 64
 
@@ -92,7 +93,8 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
-        cache = CacheConfig(_parse_size(given), policy, "ram")
+        packing = more.get("packing", "none")
+        cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
     return ExpertCacheOptions(

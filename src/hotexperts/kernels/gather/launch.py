@@ -44,15 +44,13 @@ class BankFill:
         self._copies = plan.counters[Counter.COPIES : Counter.COPIES + 1]
         self._rows = rows
         self._chosen_fills = torch.zeros(1, dtype=torch.int32, device=plan.state.device)
+        self._bases = gather.bases(plan.state.device)
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
             "NUM_EXPERTS": layout.num_experts,
             "NUM_ROWS": num_rows,
-            "ROW_WORDS": gather.row_words,
-            "ROW_OFFSETS": gather.row_offsets,
             "BANK_OFFSETS": gather.slot_offsets,
-            "NUM_WORDS": gather.num_words,
-            "NUM_TENSORS": len(gather.num_words),
+            **gather.constants,
             "BLOCK_E": 1 << max(0, layout.num_experts - 1).bit_length(),
             "BLOCK_N": BLOCK_IDS,
             "BLOCK_WORDS": block_words,
@@ -112,6 +110,7 @@ class BankFill:
                 self._copies,
                 self._rows,
                 bank,
+                self._bases,
                 topk_ids.numel(),
                 first,
                 **self._constants,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from hotexperts.kernels.gather.packed12 import Packing
 
 ALIGNMENT_WORDS = 64  # 256 bytes, as in a row
 WORD_BYTES = 4
@@ -20,6 +23,7 @@ class GatherLayout:
         num_words: of each tensor for one expert.
         row_words: of a row.
         buffer_words: of the whole buffer.
+        packings: how each tensor lies packed in a row; None where it lies as it is.
     """
 
     row_offsets: tuple[int, ...]
@@ -27,12 +31,22 @@ class GatherLayout:
     num_words: tuple[int, ...]
     row_words: int
     buffer_words: int
+    packings: tuple[Packing | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.packings:
+            object.__setattr__(self, "packings", (None,) * len(self.num_words))
 
     @classmethod
     def of(
-        cls, offsets: tuple[int, ...], sizes: tuple[int, ...], row_nbytes: int, num_rows: int
+        cls,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        row_nbytes: int,
+        num_rows: int,
+        packings: tuple[Packing | None, ...] = (),
     ) -> GatherLayout:
-        """From a row's layout in bytes and the number of slots.
+        """From a row's layout in bytes, its tensors' sizes in a slot, and the number of slots.
 
         Sizes that are no multiple of four bytes are refused by the caller: a word is the unit.
         """
@@ -47,7 +61,24 @@ class GatherLayout:
             tuple(size // WORD_BYTES for size in sizes),
             row_nbytes // WORD_BYTES,
             end,
+            packings,
         )
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What a kernel that copies rows is compiled for, but for where the slots are."""
+        return {
+            "ROW_WORDS": self.row_words,
+            "ROW_OFFSETS": self.row_offsets,
+            "NUM_WORDS": self.num_words,
+            "ROOMS": tuple(0 if packing is None else packing.room for packing in self.packings),
+            "NUM_TENSORS": len(self.num_words),
+        }
+
+    def bases(self, device: torch.device) -> torch.Tensor:
+        """Int32, one a tensor: the base of its packing."""
+        found = [0 if packing is None else packing.base for packing in self.packings]
+        return torch.tensor(found, dtype=torch.int32, device=device)
 
     def buffer(self, device: torch.device) -> torch.Tensor:
         """The uninitialised buffer, int32 `[buffer_words]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hotexperts.kernels.gather.layout import GatherLayout
+from hotexperts.kernels.gather.packed12 import unpack
 
 
 def gather(
@@ -14,7 +15,7 @@ def gather(
     experts: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Copy whole rows.
+    """Copy whole rows, unpacked.
 
     Args:
         layout: offsets.
@@ -24,12 +25,17 @@ def gather(
         slots: where to; same length.
     """
     for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
-        for row_offset, slot_offset, num_words in zip(
-            layout.row_offsets, layout.slot_offsets, layout.num_words, strict=True
+        for row_offset, slot_offset, num_words, packing in zip(
+            layout.row_offsets, layout.slot_offsets, layout.num_words, layout.packings, strict=True
         ):
             begin = slot_offset + slot * num_words
-            source = rows[expert, row_offset : row_offset + num_words]
-            buffer[begin : begin + num_words] = source
+            source = rows[expert, row_offset:]
+            if packing is None:
+                found = source[:num_words]
+            else:
+                packed = source[: packing.num_words(2 * num_words)].unsqueeze(0)
+                found = unpack(packed, packing, 2 * num_words).view(torch.int32)[0]
+            buffer[begin : begin + num_words] = found
 
 
 def fill_bank(

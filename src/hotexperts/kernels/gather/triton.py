@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hotexperts.kernels.gather.unpack import unpack_tensor
+
 
 @triton.jit
 def copy_tensor(
@@ -34,6 +36,7 @@ def copy_tensor(
 def copy_row(
     rows,
     buffer,
+    bases,
     expert,
     slot,
     i_program,
@@ -42,21 +45,28 @@ def copy_row(
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    ROOMS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
     """This program's share of one expert's row, every tensor of it."""
     # Rows are megabytes: expert x ROW_WORDS passes 2^31.
-    source = rows + expert.to(tl.int64) * ROW_WORDS
+    row = rows + expert.to(tl.int64) * ROW_WORDS
     for i_tensor in tl.static_range(NUM_TENSORS):
-        copy_tensor(
-            source + ROW_OFFSETS[i_tensor],
-            buffer + SLOT_OFFSETS[i_tensor] + slot.to(tl.int64) * NUM_WORDS[i_tensor],
-            NUM_WORDS[i_tensor],
-            i_program,
-            num_programs,
-            BLOCK_WORDS,
-        )
+        source = row + ROW_OFFSETS[i_tensor]
+        target = buffer + SLOT_OFFSETS[i_tensor] + slot.to(tl.int64) * NUM_WORDS[i_tensor]
+        if ROOMS[i_tensor] == 0:
+            copy_tensor(source, target, NUM_WORDS[i_tensor], i_program, num_programs, BLOCK_WORDS)
+        else:
+            unpack_tensor(
+                source,
+                target,
+                tl.load(bases + i_tensor),
+                NUM_WORDS[i_tensor],
+                i_program,
+                num_programs,
+                ROOMS[i_tensor],
+            )
 
 
 @triton.jit(do_not_specialize=["num_ids", "first"])
@@ -69,6 +79,7 @@ def fill_bank_kernel(
     copies,  # int64 [1]: counts the rows copied
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     bank,  # int32, the bank's rows
+    bases,  # int32 [NUM_TENSORS]: of packed tensors
     num_ids,
     first,  # the part holds the places first, ..., first + NUM_ROWS - 1
     NUM_EXPERTS: tl.constexpr,
@@ -77,6 +88,7 @@ def fill_bank_kernel(
     ROW_OFFSETS: tl.constexpr,
     BANK_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    ROOMS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,6 +121,7 @@ def fill_bank_kernel(
             copy_row(
                 rows,
                 bank,
+                bases,
                 expert,
                 row,
                 i_program,
@@ -117,6 +130,7 @@ def fill_bank_kernel(
                 ROW_OFFSETS,
                 BANK_OFFSETS,
                 NUM_WORDS,
+                ROOMS,
                 NUM_TENSORS,
                 BLOCK_WORDS,
             )

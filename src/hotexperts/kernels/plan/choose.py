@@ -78,12 +78,13 @@ def move_shadow(
     demanded,
     num_demanded,
     evict,
+    max_bypassed,  # 0 makes it LRU, whose misses have equal keys
     o_e,
     m_e,
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """One event of one of adv's shadow caches."""
+    """One event of one of adv's shadow caches, or of LRU's."""
     stays = shadow
     lacking = demanded & (shadow == 0)
     if tl.sum(lacking.to(tl.int32)) > 0:
@@ -95,7 +96,7 @@ def move_shadow(
             may_go,
             CAPACITY - tl.sum(shadow.to(tl.int32)),
             num_demanded,
-            NUM_EXPERTS,
+            max_bypassed,
             o_e,
             m_e,
             NUM_EXPERTS,

@@ -45,15 +45,16 @@ class PlanGather:
         num_warps: int = 8,
         block_words: int = 4096,
     ) -> None:
-        if layout.policy == "adv" and num_programs < rules.NUM_SHADOWS:
+        if layout.policy == "adv" and num_programs < rules.NUM_PLAYED:
             raise ConfigError(
-                f"{num_programs} programs: 'adv' needs {rules.NUM_SHADOWS}, one for each shadow"
+                f"{num_programs} programs: 'adv' needs {rules.NUM_PLAYED}, one for each shadow"
             )
         self.layout = layout
         self.state = layout.fresh(buffer.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
         self._rows, self._buffer = rows, buffer
         self._counted = torch.zeros(layout.num_experts, dtype=torch.int32, device=buffer.device)
+        self._bases = gather.bases(buffer.device)
         self._powers = rules.lcp_table().to(buffer.device)
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
@@ -64,11 +65,8 @@ class PlanGather:
             "SCRATCH": layout.scratch,
             "SHADOW_SCRATCH": layout.shadow_scratch,
             "MAY_BYPASS": layout.policy in BYPASSING_POLICIES,
-            "ROW_WORDS": gather.row_words,
-            "ROW_OFFSETS": gather.row_offsets,
             "SLOT_OFFSETS": gather.slot_offsets,
-            "NUM_WORDS": gather.num_words,
-            "NUM_TENSORS": len(gather.num_words),
+            **gather.constants,
             "BLOCK_E": _power_of_two(layout.num_experts),
             "BLOCK_C": _power_of_two(layout.capacity),
             "BLOCK_WORDS": block_words,
@@ -115,6 +113,7 @@ class PlanGather:
                 remapped,
                 self._rows,
                 self._buffer,
+                self._bases,
                 self._powers,
                 num_ids,
                 top_k,

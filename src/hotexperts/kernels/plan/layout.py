@@ -22,10 +22,11 @@ _FIELDS: dict[str, dict[str, int]] = {  # policy: field to its initial value
     "lcp": {"last_use": -1, "count": 0},
     "ewma": {"score": 0},
     "auto": {"fast": 0, "slow": 0},
-    # Seven averages, then who is in each of seven shadow caches, in the states after an even and
-    # after an odd number of events: a launch reads one and writes the other.
+    # Seven averages, then who is in each of seven shadow caches and in LRU's, in the states after
+    # an even and after an odd number of events: a launch reads one and writes the other.
     "adv": {f"average_{i}": 0 for i in range(7)}
-    | {f"held_{parity}_{j}": 0 for parity in range(2) for j in range(7)},
+    | {f"held_{parity}_{j}": 0 for parity in range(2) for j in range(8)}
+    | {"last_use": -1},
 }
 DEVICE_POLICIES = tuple(sorted(_FIELDS))
 BYPASSING_POLICIES = ("adv", "auto")
@@ -55,9 +56,11 @@ class Counter(enum.IntEnum):
     EVICTIONS = 4
     WAVES = 5
     COPIES = 6  # rows, wherever to
+    SHADOW_HITS = 7  # adv: from here on, of its seven shadows
+    LRU_HITS = 14  # adv: of an LRU cache of as many slots
 
 
-NUM_COUNTERS = len(Counter)
+NUM_COUNTERS = Counter.LRU_HITS + 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class PlanLayout:
         put("scratch", scratch + scratch % 2)
         # Three int64 rankings, a map and the targets; then three rankings for each shadow.
         own = 8 * self.num_experts + self.capacity
-        shadows = 7 * 6 * self.num_experts if self.policy == "adv" else 0
+        shadows = 8 * 6 * self.num_experts if self.policy == "adv" else 0
         put("shadow_scratch", self.scratch + own + own % 2)
         put("num_words", self.shadow_scratch + shadows)
 

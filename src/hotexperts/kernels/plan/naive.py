@@ -63,7 +63,7 @@ def plan(
     demanded = counts > 0
     slot_of, expert_of = layout.view(state, "slot_of"), layout.view(state, "expert_of")
     resident = slot_of >= 0
-    score, tie = _record(layout, state, counts, evict=evict)
+    score, tie = _record(layout, state, counters, counts, evict=evict)
     misses = (demanded & ~resident).nonzero().flatten()
     free = (expert_of < 0).nonzero().flatten()
     leaving = _ordered((resident & ~demanded).nonzero().flatten(), score, tie)
@@ -126,7 +126,12 @@ def _note_passed(layout: PlanLayout, state: torch.Tensor, passed: torch.Tensor) 
 
 
 def _record(
-    layout: PlanLayout, state: torch.Tensor, counts: torch.Tensor, *, evict: bool
+    layout: PlanLayout,
+    state: torch.Tensor,
+    counters: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    evict: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance the policy by one event; its score and, for equal scores, a second key."""
     policy, now = layout.policy, int(state[Scalar.CLOCK])
@@ -156,7 +161,7 @@ def _record(
         _decay(score, rules.EWMA_DECAY, 1.0, demanded.float())
         return score.clone(), no_tie
     if policy == "adv":
-        return _record_adv(layout, state, counts, now, evict=evict), no_tie
+        return _record_adv(layout, state, counters, counts, now, evict=evict), no_tie
     fast = layout.view(state, "fast").view(torch.float32)
     slow = layout.view(state, "slow").view(torch.float32)
     use = counts.float().sqrt()
@@ -166,7 +171,13 @@ def _record(
 
 
 def _record_adv(
-    layout: PlanLayout, state: torch.Tensor, counts: torch.Tensor, now: int, *, evict: bool
+    layout: PlanLayout,
+    state: torch.Tensor,
+    counters: torch.Tensor,
+    counts: torch.Tensor,
+    now: int,
+    *,
+    evict: bool,
 ) -> torch.Tensor:
     """Advance the averages, judge and move the shadows, and mix the chosen one's score."""
     use, demanded = counts.float().sqrt(), counts > 0
@@ -181,12 +192,16 @@ def _record_adv(
         )
     ]
     parity = now % 2
-    held = [layout.view(state, f"held_{parity}_{j}") > 0 for j in range(rules.NUM_SHADOWS)]
+    held = [layout.view(state, f"held_{parity}_{j}") > 0 for j in range(rules.NUM_PLAYED)]
     worth = state[Scalar.WORTH : Scalar.WORTH + rules.NUM_SHADOWS].view(torch.float32)
-    hits = torch.stack([(h & demanded).sum() for h in held]).float()
-    _decay(worth, rules.ADV_DISCOUNT, 1.0, hits)
-    for j, (shadow, score) in enumerate(zip(held, scores, strict=True)):
-        moved = _move_shadow(layout, shadow, score, demanded, evict=evict)
+    hits = torch.stack([(h & demanded).sum() for h in held])
+    counters[Counter.SHADOW_HITS : Counter.LRU_HITS + 1] += hits
+    _decay(worth, rules.ADV_DISCOUNT, 1.0, hits[: rules.NUM_SHADOWS].float())
+    last_use = layout.view(state, "last_use")
+    last_use[demanded] = now
+    limits = [layout.num_experts] * rules.NUM_SHADOWS + [0]  # LRU lets nobody pass by
+    for j, (shadow, score) in enumerate(zip(held, [*scores, last_use], strict=True)):
+        moved = _move_shadow(layout, shadow, score, demanded, limits[j], evict=evict)
         layout.view(state, f"held_{1 - parity}_{j}").copy_(moved)
     best = int((worth == worth.max()).nonzero()[0])
     home = worth[rules.ADV_HOME]
@@ -198,6 +213,7 @@ def _move_shadow(
     shadow: torch.Tensor,
     score: torch.Tensor,
     demanded: torch.Tensor,
+    max_bypassed: int,
     *,
     evict: bool,
 ) -> torch.Tensor:
@@ -205,9 +221,8 @@ def _move_shadow(
     free = layout.capacity - int(shadow.sum())
     leaving = (shadow & ~demanded).nonzero().flatten()
     candidates = _ordered(leaving, score, torch.zeros_like(score)) if evict else leaving[:0]
-    admitted = _admit(
-        layout, misses, candidates, free, score, int(demanded.sum()), layout.num_experts
-    )
+    num_demanded = int(demanded.sum())
+    admitted = _admit(layout, misses, candidates, free, score, num_demanded, max_bypassed)
     moved = shadow.clone()
     moved[candidates[: max(0, len(admitted) - free)]] = False
     moved[admitted] = True

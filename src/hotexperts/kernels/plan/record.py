@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 NUM_SHADOWS: tl.constexpr = tl.constexpr(7)
+NUM_PLAYED: tl.constexpr = tl.constexpr(8)  # the last is LRU's
 NUM_AVERAGES: tl.constexpr = tl.constexpr(7)
 
 
@@ -102,12 +103,12 @@ def record_averages(
 
 @triton.jit
 def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: tl.constexpr):
-    """Each shadow's discounted hits after this event, `[8]`, and the index that it makes."""
-    o_j = tl.arange(0, 8)
+    """Each shadow's discounted hits after this event, `[8]`, the index that it makes, and hits."""
+    o_j = tl.arange(0, NUM_PLAYED)
     m_j = o_j < NUM_SHADOWS
     held = tl.load(
         held_at + o_j[:, None] * NUM_EXPERTS + o_e[None, :],
-        mask=m_j[:, None] & (m_e & demanded)[None, :],
+        mask=(m_e & demanded)[None, :],
         other=0,
     )
     hits = tl.sum(held, axis=1)
@@ -119,7 +120,7 @@ def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RUL
     index = tl.min(tl.where((worth == best) & m_j, o_j, 8))
     home = tl.sum(tl.where(o_j == RULES[3], worth, 0.0))
     index = tl.where(best > home * RULES[1], index, RULES[3])
-    return worth, index
+    return worth, index, hits
 
 
 @triton.jit
@@ -172,5 +173,12 @@ def add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, 
     gain = tl.where(o_counter == 4, num_victims, gain)
     gain = tl.where(o_counter == 5, num_waves, gain)
     gain = tl.where(o_counter == 6, num_admitted, gain)
-    # Atomic, because a bank that fills ahead of this launch counts its copies too.
+    # Atomic, because a bank that fills beside this launch counts its copies too.
     tl.atomic_add(counters + o_counter, gain.to(tl.int64), mask=o_counter < 7, sem="relaxed")
+
+
+@triton.jit
+def add_shadow_hits(counters, hits):
+    """Of the seven shadows and LRU: see `Counter.SHADOW_HITS`."""
+    o_j = tl.arange(0, NUM_PLAYED)
+    tl.atomic_add(counters + 7 + o_j, hits.to(tl.int64), sem="relaxed")

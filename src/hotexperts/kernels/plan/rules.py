@@ -22,6 +22,7 @@ def _mix(share: float) -> tuple[float, float]:
 
 AUTO_FAST, AUTO_SLOW, AUTO_MIX = _mix(0.8), _mix(0.97), _mix(0.4)
 NUM_SHADOWS = len(adv.SHADOWS)
+NUM_PLAYED = NUM_SHADOWS + 1  # and LRU's, which no decision depends on
 ADV_DISCOUNT, ADV_MARGIN, ADV_HOME = float(adv.DISCOUNT), float(adv.MARGIN), adv.HOME
 # Averages in one list: the fast ones, then the slow ones.
 ADV_AVERAGES = tuple(_mix(d) for d in (*adv.FAST_DECAYS, *adv.SLOW_DECAYS))

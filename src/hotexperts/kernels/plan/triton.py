@@ -17,8 +17,10 @@ from hotexperts.kernels.plan.choose import choose, move_shadow
 from hotexperts.kernels.plan.count import count_ids, num_counted
 from hotexperts.kernels.plan.record import (
     NUM_AVERAGES,
+    NUM_PLAYED,
     NUM_SHADOWS,
     add_counters,
+    add_shadow_hits,
     adv_advance,
     adv_score,
     adv_worth,
@@ -40,10 +42,11 @@ def plan_gather_kernel(
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
     counted,  # int32 [E]: uses of each expert; read if HAS_COUNTS
     state,  # int32, see PlanLayout
-    counters,  # int64 [7]
+    counters,  # int64 [NUM_COUNTERS]
     remapped,  # [N], dtype of topk_ids
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     buffer,  # int32, the slots
+    bases,  # int32 [NUM_TENSORS]: of packed tensors
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
     top_k,
@@ -63,6 +66,7 @@ def plan_gather_kernel(
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    ROOMS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -97,12 +101,18 @@ def plan_gather_kernel(
     now = tl.load(state + CLOCK)
     uses = tl.load(state + USES)
     if POLICY == "adv":
-        held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_SHADOWS) * NUM_EXPERTS
-        worth, index = adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES)
+        held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_PLAYED) * NUM_EXPERTS
+        last_use_at = policy_at + (NUM_AVERAGES + 2 * NUM_PLAYED) * NUM_EXPERTS
+        worth, index, shadow_hits = adv_worth(
+            state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES
+        )
         keys = tl.zeros([BLOCK_E], tl.int64)  # asked for only where something is missed
         # Each of the first programs also plays one shadow; it reads now and moves it later.
         shadow_keys = as_key(adv_score(policy_at, counts, i_program, o_e, m_e, NUM_EXPERTS, RULES))
-        m_shadow = m_e & (i_program < NUM_SHADOWS)
+        last_use = tl.where(demanded, now, tl.load(last_use_at + o_e, mask=m_e, other=0))
+        is_lru = i_program == NUM_SHADOWS
+        shadow_keys = tl.where(is_lru, last_use.to(tl.int64), shadow_keys)
+        m_shadow = m_e & (i_program < NUM_PLAYED)
         shadow = tl.load(held_at + i_program * NUM_EXPERTS + o_e, mask=m_shadow, other=0) > 0
     elif POLICY == "ewma" or POLICY == "auto":
         first, second, keys = record_averages(
@@ -188,6 +198,8 @@ def plan_gather_kernel(
             bits = worth.to(tl.int32, bitcast=True)
             tl.store(state + WORTH + o_j, bits, mask=o_j < NUM_SHADOWS)
             adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS, RULES)
+            tl.store(last_use_at + o_e, last_use, mask=m_e)
+            add_shadow_hits(counters, shadow_hits)
         else:
             tl.store(policy_at + o_e, first, mask=m_e)
             if POLICY == "lfu":
@@ -210,6 +222,7 @@ def plan_gather_kernel(
         copy_row(
             rows,
             buffer,
+            bases,
             expert,
             slot,
             i_program,
@@ -218,14 +231,15 @@ def plan_gather_kernel(
             ROW_OFFSETS,
             SLOT_OFFSETS,
             NUM_WORDS,
+            ROOMS,
             NUM_TENSORS,
             BLOCK_WORDS,
         )
 
     # The shadows move off the critical path, into the half of the state that nobody reads now.
     if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
-        if i_program < NUM_SHADOWS:
-            other_half = (NUM_AVERAGES + ((now + 1) & 1) * NUM_SHADOWS) * NUM_EXPERTS
+        if i_program < NUM_PLAYED:
+            other_half = (NUM_AVERAGES + ((now + 1) & 1) * NUM_PLAYED) * NUM_EXPERTS
             move_shadow(
                 policy_at + other_half + i_program * NUM_EXPERTS,
                 (state + SHADOW_SCRATCH).to(tl.pointer_type(tl.int64))
@@ -235,6 +249,7 @@ def plan_gather_kernel(
                 demanded,
                 num_demanded,
                 evict,
+                tl.where(is_lru, 0, NUM_EXPERTS),
                 o_e,
                 m_e,
                 NUM_EXPERTS,

@@ -1,0 +1,216 @@
+"""Rows in host memory, bf16 tensors among them in 12 bits a value, which kernels unpack."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.store import ExpertStore, RowForm
+from hotexperts.config import AUTO, CacheConfig, format_bytes
+from hotexperts.errors import ConfigError
+from hotexperts.formats import ExpertLayout
+from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
+from hotexperts.kernels.gather import packed12
+from hotexperts.kernels.gather.packed12 import Packing
+
+CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once: it takes twelve times as much
+Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
+
+
+class PackedBackingStore:
+    """Every row in host memory, its bf16 tensors packed where that pays.
+
+    A tensor stays plain where a block of it has too many exceptions for the largest room
+    (`packed12.ROOMS`), 1.6 % of its values, and where it is so small that blocks make it larger.
+
+    Attributes:
+        rows: uint8 `[E, form.row_nbytes]`.
+        form: how a row lies in them.
+
+    Raises:
+        HostMemoryError: the memory, or its page-locking, is refused.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, num_experts: int, form: RowForm, *, pin: bool = False
+    ) -> None:
+        self.layout = layout
+        self.num_experts = num_experts
+        self.form = form
+        self.is_pinned = pin
+        self._buffer = HostBuffer(num_experts * form.row_nbytes, pin=pin)
+        self.rows = self._buffer.bytes.view(num_experts, form.row_nbytes)
+
+    @classmethod
+    @torch.no_grad()
+    def from_store(
+        cls,
+        source: ExpertStore,
+        device: torch.device,
+        *,
+        pin: bool = False,
+        after_each: Callable[[int], None] = lambda expert: None,
+    ) -> PackedBackingStore:
+        """Bring another store's rows to a device and pack them there.
+
+        Args:
+            source: read once.
+            device: it holds all of them meanwhile.
+            pin: page-lock the memory.
+            after_each: called with each expert that was read.
+
+        Raises:
+            ConfigError: the device has no room for them.
+        """
+        try:
+            _, staged = source.layout.allocate(source.num_experts, device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"packing takes {format_bytes(source.num_experts * source.layout.nbytes)} of the "
+                "GPU while a layer is loaded, which it has not: use expert_packing 'none'"
+            ) from error
+        for expert in range(source.num_experts):
+            source.copy_into(expert, [tensor[expert] for tensor in staged])
+            after_each(expert)
+        return cls.from_tensors(staged._asdict(), device, pin=pin)
+
+    @classmethod
+    @torch.no_grad()
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], device: torch.device, *, pin: bool = False
+    ) -> PackedBackingStore:
+        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time."""
+        layout, num_experts = ExpertLayout.of(tensors)
+        step = max(1, CHUNK_NBYTES // layout.row_nbytes)
+
+        def chunks() -> Iterator[Sequence[torch.Tensor]]:
+            for first in range(0, num_experts, step):
+                yield [t[first : first + step].detach().to(device) for t in tensors.values()]
+
+        store = cls(layout, num_experts, _form(layout, choose_packings(layout, chunks)), pin=pin)
+        first = 0
+        for part in chunks():
+            rows = store.rows[first : first + len(part[0])]
+            rows.copy_(_lay_out(store.form, part))
+            first += len(rows)
+        return store
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of `rows`."""
+        return self.rows.numel()
+
+    @torch.no_grad()
+    def copy_into(self, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Unpack one row into tensors, on their device."""
+        row = self.rows[expert].to(tensors[0].device, non_blocking=self.is_pinned)
+        for target, part in zip(tensors, self.form.parts(row), strict=True):
+            packing, words = part
+            if packing is None:
+                target.copy_(words[: target.nbytes].view(target.dtype).view(target.shape))
+            else:
+                found = packed12.unpack(
+                    words.view(torch.int32).unsqueeze(0), packing, target.numel()
+                )
+                target.copy_(found.view(target.shape))
+
+
+def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | None, ...]:
+    """For each tensor its packing, or None where it stays plain; reads the chunks twice."""
+    is_bf16 = [spec.dtype == torch.bfloat16 and spec.nbytes > 0 for spec in layout.specs]
+    counts: dict[int, Any] = dict.fromkeys((i for i, packs in enumerate(is_bf16) if packs), 0)
+    for tensors in chunks():
+        for i in counts:
+            counts[i] = counts[i] + packed12.exponents(tensors[i])
+    bases = {i: packed12.window(count) for i, count in counts.items()}
+    most = dict.fromkeys(bases, 0)
+    for tensors in chunks():
+        for i, base in bases.items():
+            values = tensors[i].flatten(1)
+            most[i] = max(most[i], packed12.most_exceptions(values, base))
+    return tuple(
+        _packing_that_pays(spec.nbytes, bases[i], most[i]) if i in most else None
+        for i, spec in enumerate(layout.specs)
+    )
+
+
+def _packing_that_pays(nbytes: int, base: int, num_exceptions: int) -> Packing | None:
+    rooms = [room for room in packed12.ROOMS if room >= num_exceptions]
+    packing = Packing(base, rooms[0]) if rooms else None
+    if packing is None or 4 * packing.num_words(nbytes // 2) >= nbytes:
+        return None
+    return packing
+
+
+def _form(layout: ExpertLayout, packings: tuple[Packing | None, ...]) -> RowForm:
+    sizes = [
+        spec.nbytes if packing is None else 4 * packing.num_words(spec.nbytes // 2)
+        for spec, packing in zip(layout.specs, packings, strict=True)
+    ]
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+    return RowForm(tuple(offsets), tuple(sizes), end, packings)
+
+
+def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows, uint8 `[n, row_nbytes]`, on the tensors' device."""
+    device = tensors[0].device
+    rows = torch.zeros(len(tensors[0]), form.row_nbytes, dtype=torch.uint8, device=device)
+    for tensor, offset, size, packing in zip(
+        tensors, form.offsets, form.sizes, form.packings, strict=True
+    ):
+        if size == 0:
+            continue
+        flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+        found = flat.contiguous() if packing is None else packed12.pack(flat, packing)
+        rows[:, offset : offset + size] = found.view(torch.uint8)
+    return rows
+
+
+def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:
+    """Whether to pack.
+
+    Args:
+        cache: the user's choices.
+        mode: who manages the caches.
+        device: where slots are.
+        is_full: every expert has a slot, so that nothing will be copied for long.
+
+    Raises:
+        ConfigError: it was asked for, and no kernel manages the cache.
+    """
+    if cache.packing == "packed12" and mode.mode != "device":
+        raise ConfigError(
+            f"expert_packing 'packed12' is unpacked by kernels, which do not work here "
+            f"({mode.reason}): use expert_packing 'auto'"
+        )
+    if cache.packing == AUTO:
+        return mode.mode == "device" and device.type == "cuda" and not is_full
+    return cache.packing == "packed12"
+
+
+def describe_packing(stores: Sequence[ExpertStore]) -> str:
+    """What packing came to, for a report: "packed12: 0.75 of the bytes"; empty without any.
+
+    bf16 tensors that stayed plain are named.
+    """
+    packed = [store for store in stores if isinstance(store, PackedBackingStore)]
+    if not packed:
+        return ""
+    plain_nbytes = sum(store.num_experts * store.layout.row_nbytes for store in packed)
+    share = sum(store.host_nbytes for store in packed) / plain_nbytes
+    stayed = Counter(
+        spec.name
+        for store in packed
+        for spec, packing in zip(store.layout.specs, store.form.packings, strict=True)
+        if packing is None and spec.dtype == torch.bfloat16 and spec.nbytes
+    )
+    plain = [f", {name} plain in {count} of {len(packed)} layers" for name, count in stayed.items()]
+    return f"packed12: {share:.2f} of the bytes" + "".join(plain)

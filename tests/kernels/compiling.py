@@ -1,0 +1,58 @@
+"""Compiles one kernel for a GPU and prints its loads and stores by kind, and its size: JSON.
+
+python compiling.py '["plan" or "fill", POLICY, whether a tensor is packed, CAPABILITY]'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from hotexperts.kernels.gather.launch import BankFill
+from hotexperts.kernels.gather.layout import GatherLayout
+from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.gather.triton import fill_bank_kernel
+from hotexperts.kernels.plan.launch import PlanGather
+from hotexperts.kernels.plan.layout import PlanLayout
+from hotexperts.kernels.plan.triton import plan_gather_kernel
+
+LONG = ("counters", "copies")
+SCALARS = ("num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first")
+
+
+def compiled(kernel, constants, capability):
+    options = {n: constants.pop(n) for n in ("num_warps", "enable_fp_fusion") if n in constants}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else "*i32" for n in names}
+    signature |= {n: "i32" for n in names if n in SCALARS}
+    signature |= {n: "*i64" for n in names if n in LONG}
+    signature |= {n: "*fp32" for n in names if n == "powers"}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
+    )
+    found = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    words = re.findall(r"((?:ld|st)\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
+    return Counter(words), len(found.asm["cubin"])
+
+
+name, policy, packs, capability = json.loads(sys.argv[1])
+rows, num_rows = torch.zeros(8, 64, dtype=torch.int32), 4
+packings = (Packing(108, 16), None) if packs else ()
+gather = GatherLayout.of((0, 32768), (32768, 8192), 65536, num_rows, packings)
+plan = PlanGather(PlanLayout(8, num_rows, policy), gather, rows, gather.buffer(rows.device))
+launch, kernel = plan, plan_gather_kernel
+if name == "fill":
+    launch, kernel = BankFill(plan, gather, num_rows, rows), fill_bank_kernel
+constants = dict(launch._constants)
+if name == "plan":
+    constants |= {"HAS_NUM_VALID": True, "HAS_COUNTS": False, "BLOCK_N": 8}
+print(json.dumps(compiled(kernel, constants, capability)))
