@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import check_plan
 from header_checkpoint import CONFIG, save
 from hotexperts.cli.main import main
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.plan.forecast import LAYER_MS, PART_OF_LINK, forecast, step
-from hotexperts.plan.machine import Machine
+from hotexperts.plan.machine import Machine, by_name
 from hotexperts.plan.model import ModelFacts, read_facts
 from hotexperts.plan.split import Demand, Split, demand, demand_of, part_of, waves
 from hotexperts.simulate import Trace
@@ -186,3 +187,16 @@ def test_the_command_for_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert main([*two, *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_forecasts_for_two_gpus_are_compared_with_measurements() -> None:
+    results = json.loads((check_plan.RESULTS / "vllm-decode.json").read_text())
+    runs = {"25.0% of slots, batch 1": {"ms": 1000.0, "slots": 32}, "stalls alone": {}}
+    more = {"link_gb_s": {"together": 50.0}, "cases": {"one": {"runs": runs}, "tp": {"runs": runs}}}
+    (row,) = check_plan.compare_ranks(results | more)
+    assert row.name == "tp, 25.0% of slots, batch 1"
+    facts = check_plan.qwen3(results["shape"])
+    machine = by_name("H200")._replace(link_gb_s=50.0)
+    kv = 200 * facts.kv_nbytes_per_token // 2  # tokens
+    assert row.forecast_ms == step(facts, machine, 32, 1, kv, Split(2)).ms
+    assert row.outside == pytest.approx(1000 / row.forecast_ms[0] - 1)
