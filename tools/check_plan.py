@@ -3,8 +3,8 @@
     python tools/check_plan.py
 
 Of every row in `bench/results/vllm-decode.json` that misses experts: the forecast for that machine,
-shape, batch and number of slots, and how far the measured time is outside of it. Likewise of two GPUs
-in `bench/results/two-gpu.json`, where it is there.
+shape, batch and number of slots, and how far the measured time is outside of it. Likewise of two
+GPUs in `bench/results/two-gpu.json`, where it is there.
 """
 
 from __future__ import annotations
