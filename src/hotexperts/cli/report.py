@@ -75,13 +75,15 @@ def simulate_report(rows: list[Data]) -> RenderableType:
     """The report of `hotexperts simulate`.
 
     Args:
-        rows: what `hotexperts.simulate.sweep.sweep_rows` returns.
+        rows: what `hotexperts.simulate.rows.sweep_rows` returns.
     """
     tables: dict[str, Table] = {}
+    is_foretold = any("predictor" in row for row in rows)
     for row in rows:
         if row["trace"] not in tables:
-            tables[row["trace"]] = _simulate_table()
-        tables[row["trace"]].add_row(*_simulate_cells(row))
+            tables[row["trace"]] = _simulate_table(is_foretold)
+        cells = _simulate_cells(row)
+        tables[row["trace"]].add_row(*cells, *(_prefetch_cells(row) if is_foretold else ()))
     parts: list[RenderableType] = []
     for name, table in tables.items():
         parts += [Text(name), table]
@@ -90,11 +92,26 @@ def simulate_report(rows: list[Data]) -> RenderableType:
     return Group(*parts)
 
 
-def _simulate_table() -> Table:
+def _simulate_table(is_foretold: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("batch", "slots", "policy", "hit rate", "gap closed", "missed", "ms/token"):
         table.add_column(name, justify="left" if name == "policy" else "right")
+    for name in ("prefetch", "no stall", "covered", "bytes") if is_foretold else ():
+        table.add_column(name, justify="left" if name == "prefetch" else "right")
     return table
+
+
+def _prefetch_cells(row: Data) -> list[str | Text]:
+    if "predictor" not in row:
+        return [Text("-"), _percent(row["hit_ratio"]), "-", "1.00x"]
+    covered = row["covered"] / row["misses"] if row["misses"] else None
+    relative = row["relative_bytes"]
+    return [
+        Text(row["predictor"]),
+        _percent(row["stall_free_hit_ratio"]),
+        _percent(covered),
+        "-" if relative is None else f"{relative:.2f}x",
+    ]
 
 
 def _simulate_cells(row: Data) -> list[str | Text]:
