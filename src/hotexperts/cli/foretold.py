@@ -20,7 +20,7 @@ PREDICTORS = (  # named here too, as the help needs no NumPy
 )
 _TAPS = ("output", "input")
 _SLACKS = ("compute", "unlimited")
-_RATIO = 1.5
+_AHEAD, _RATIO, _MOE_SHARE = 1, 1.5, 0.5
 
 Predictors = Annotated[
     list[str] | None,
@@ -73,38 +73,53 @@ MoeShare = Annotated[
 ]
 
 
-def check_needed(predictors: list[str], given: dict[str, bool]) -> None:
-    """Refuse options that matter to prefetch alone, where there is none.
-
-    Raises:
-        ConfigError: one of them is given; the first is named.
-    """
-    for option, is_given in given.items():
-        if is_given and not predictors:
-            raise ConfigError(f"{option} without --prefetch: name a predictor, or leave it out")
-
-
 def settings(
-    ahead: int, tap: str, budget: list[str] | None, rows: int | None, slack: str
+    predictors: list[str],
+    ahead: int,
+    tap: str,
+    budget: list[str] | None,
+    rows: int | None,
+    slack: str,
 ) -> prefetch.Prefetch:
     """What the options say.
 
     Raises:
-        ConfigError: a value that is none.
+        ConfigError: a value that is none, or one that matters to prefetch alone without predictors.
     """
     from hotexperts.simulate.prefetch import Prefetch
 
+    given = {
+        "ahead": ahead != _AHEAD,
+        "tap": tap != _TAPS[0],
+        "budget": budget is not None,
+        "rows": rows is not None,
+        "slack": slack != _SLACKS[0],
+    }
+    for name in (name for name, is_given in given.items() if is_given and not predictors):
+        raise ConfigError(
+            f"--prefetch-{name} without --prefetch: name a predictor, or leave it out"
+        )
     lists.check_choice("--prefetch-tap", tap, _TAPS)
     lists.check_choice("--prefetch-slack", slack, _SLACKS)
     ratio, call_nbytes = _budget(lists.split("--prefetch-budget", budget, (f"{_RATIO:g}x",)))
     return Prefetch(
-        ahead,
-        cast("foretell.Tap", tap),
-        rows,
-        ratio,
-        call_nbytes,
-        cast("prefetch.Slack", slack),
+        ahead, cast("foretell.Tap", tap), rows, ratio, call_nbytes, cast("prefetch.Slack", slack)
     )
+
+
+def check_beside(predictors: list[str], moe_share: float, plot: str | None) -> None:
+    """Refuse what does not go with predictors, or not without.
+
+    Raises:
+        ConfigError: a share without predictors, or a plot with them.
+    """
+    if not predictors and moe_share != _MOE_SHARE:
+        raise ConfigError("--moe-share without --prefetch: name a predictor, or leave it out")
+    if predictors and plot is not None:
+        raise ConfigError(
+            "--plot draws the cache's own hits, which --prefetch leaves as they are: give one of "
+            "the two"
+        )
 
 
 def _budget(values: list[str]) -> tuple[float | None, int | None]:

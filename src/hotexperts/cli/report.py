@@ -82,8 +82,7 @@ def simulate_report(rows: list[Data]) -> RenderableType:
     for row in rows:
         if row["trace"] not in tables:
             tables[row["trace"]] = _simulate_table(is_foretold)
-        cells = _simulate_cells(row)
-        tables[row["trace"]].add_row(*cells, *(_prefetch_cells(row) if is_foretold else ()))
+        tables[row["trace"]].add_row(*_simulate_cells(row, is_foretold))
     parts: list[RenderableType] = []
     for name, table in tables.items():
         parts += [Text(name), table]
@@ -94,35 +93,33 @@ def simulate_report(rows: list[Data]) -> RenderableType:
 
 def _simulate_table(is_foretold: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("batch", "slots", "policy", "hit rate", "gap closed", "missed", "ms/token"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for name in ("prefetch", "no stall", "covered", "bytes") if is_foretold else ():
-        table.add_column(name, justify="left" if name == "prefetch" else "right")
+    names = ["batch", "slots", "policy", "hit rate", "gap closed", "missed", "ms/token"]
+    if is_foretold:
+        names[3:6] = ["prefetch", "hit rate", "no stall", "bytes"]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("policy", "prefetch") else "right")
     return table
 
 
-def _prefetch_cells(row: Data) -> list[str | Text]:
-    if "predictor" not in row:
-        return [Text("-"), _percent(row["hit_ratio"]), "-", "1.00x"]
-    covered = row["covered"] / row["misses"] if row["misses"] else None
-    relative = row["relative_bytes"]
-    return [
-        Text(row["predictor"]),
-        _percent(row["stall_free_hit_ratio"]),
-        _percent(covered),
-        "-" if relative is None else f"{relative:.2f}x",
-    ]
-
-
-def _simulate_cells(row: Data) -> list[str | Text]:
+def _simulate_cells(row: Data, is_foretold: bool) -> list[str | Text]:
     time, missed = row["est_ms_per_token"], row["miss_bytes"]
+    amounts: list[str | Text] = [
+        _percent(row["gap_to_belady_closed"]),
+        "-" if missed is None else format_bytes(missed),
+    ]
+    if is_foretold:
+        relative = row.get("relative_bytes", 1.0)
+        amounts = [
+            _percent(row.get("stall_free_hit_ratio", row["hit_ratio"])),
+            "-" if relative is None else f"{relative:.2f}x",
+        ]
     return [
         str(row["batch"]),
         str(row["capacity"]),
         Text(row["policy"]),
+        *([Text(row.get("predictor", "-"))] if is_foretold else ()),
         _percent(row["hit_ratio"]),
-        _percent(row["gap_to_belady_closed"]),
-        "-" if missed is None else format_bytes(missed),
+        *amounts,
         "-" if time is None else f"{time:.2f}" if time >= 1 else f"{time:.3g}",
     ]
 

@@ -166,20 +166,10 @@ def simulate(
 
         cost = Cost(link_gb_s, compute_ms, moe_share)
         predictors = lists.split("--prefetch", prefetch, ())
-        foretold.check_needed(
-            predictors,
-            {
-                "--prefetch-ahead": prefetch_ahead != 1,
-                "--prefetch-tap": prefetch_tap != "output",
-                "--prefetch-budget": prefetch_budget is not None,
-                "--prefetch-rows": prefetch_rows is not None,
-                "--prefetch-slack": prefetch_slack != "compute",
-                "--moe-share": moe_share != 0.5,
-            },
-        )
         how = foretold.settings(
-            prefetch_ahead, prefetch_tap, prefetch_budget, prefetch_rows, prefetch_slack
+            predictors, prefetch_ahead, prefetch_tap, prefetch_budget, prefetch_rows, prefetch_slack
         )
+        foretold.check_beside(predictors, moe_share, plot)
         rules = _rules(ties, pool, pool_floor, sequences, preload)
         sweep = _sweep(traces, policies, sizes, batches, prefill, rules)
         nbytes = expert_sizes(sweep.traces, expert_mb)

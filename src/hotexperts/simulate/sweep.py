@@ -118,13 +118,12 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
 
 
 def _check_prefetch(sweep: Sweep, name: str) -> None:
-    if sweep.predictors:
-        sweep.prefetch.check(sweep.rules, sweep.cost, sweep.nbytes_of.get(name))
+    how = sweep.prefetch
     for predictor in sweep.predictors:
         for batch in sweep.batches:
-            check_predictor(
-                predictor, sweep.traces[name], batch, sweep.prefetch.ahead, sweep.prefetch.tap
-            )
+            check_predictor(predictor, sweep.traces[name], batch, how.ahead, how.tap)
+    if sweep.predictors:
+        how.check(sweep.rules, sweep.cost, sweep.nbytes_of.get(name))
 
 
 def run_sweep(sweep: Sweep, jobs: int = 1, on_done: Callable[[], None] = lambda: None) -> Counts:
