@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,8 @@ CASES = {
 }
 AHEAD = (1, 2, 3, 4)
 BY_IDS = ("previous", "popularity", "temporal-markov", "cross-markov", "cross-lift", "logistic")
-COVERING = (*BY_IDS, "stride", "request-map", "gate", "combined", "oracle")
+WITHOUT_GATE = "combined, ids only"  # where guesses are recorded
+COVERING = (*BY_IDS, "stride", "request-map", "gate", "combined", WITHOUT_GATE, "oracle")
 TIMED = ("gate", "combined", "oracle")
 
 
@@ -121,18 +123,26 @@ def recall_row(folder: Path, name: str, tap: str, ahead: int) -> list[dict[str, 
     """Every predictor at one tap and look-ahead; by ids alone the tap makes no difference."""
     trace, rows = traced(folder, name), []
     with_gate = has_gate(trace, ahead, tap)
-    names = (*BY_IDS, *(("gate",) if with_gate else ()), "combined")
+    names = (*BY_IDS, *(("gate", WITHOUT_GATE) if with_gate else ()), "combined")
     if tap == "input":
         names = ("gate", "combined") if with_gate else ()
     for predictor in names:
-        chosen = made(predictor, trace, ahead, tap)
+        replayed, plain_name = as_told(trace, predictor)
+        chosen = made(plain_name, replayed, ahead, tap)
         assert chosen is not None
-        found = recalls(chosen, trace, tap, CASES[name].guesses)
+        found = recalls(chosen, replayed, tap, CASES[name].guesses)
         rows.append(
             {"trace": name, "tap": tap, "ahead": ahead, "predictor": predictor}
             | {"gate": chosen.with_gate, "recall": found}
         )
     return rows
+
+
+def as_told(trace: Trace, predictor: str) -> tuple[Trace, str]:
+    """The trace, without guesses where none are to be used, and the predictor's name."""
+    if predictor != WITHOUT_GATE:
+        return trace, predictor
+    return replace(trace, guesses={}), "combined"
 
 
 def trained_row(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -151,9 +161,12 @@ def trained_row(folder: Path, name: str) -> list[dict[str, Any]]:
 def coverage_row(folder: Path, name: str, predictor: str) -> list[dict[str, Any]]:
     """Stall-free hits with unlimited slack, in all layers and in those after the first."""
     trace, case, how = traced(folder, name), CASES[name], Prefetch(slack="unlimited")
-    if made(predictor, trace, how.ahead, how.tap) is None:
+    if predictor == WITHOUT_GATE and not trace.guesses:
         return []
-    outcome = replay_prefetch(trace, POLICY, case.slots, predictor, how)
+    trace, plain_name = as_told(trace, predictor)
+    if made(plain_name, trace, how.ahead, how.tap) is None:
+        return []
+    outcome = replay_prefetch(trace, POLICY, case.slots, plain_name, how)
     bound = belady(trace, case.slots)
     later = outcome.layers[1:]
     free = sum(one.hits + one.covered for one in later) / sum(one.demands for one in later)
