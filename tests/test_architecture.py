@@ -30,6 +30,7 @@ def imported_heavies(code: str) -> list[str]:
         "import hotexperts",
         "import hotexperts.demo",
         "import hotexperts.policy.adv",
+        "import hotexperts.predict.combined",
         "import hotexperts.residency",
         "import hotexperts.simulate.sweep",
         "import hotexperts.sizing",
