@@ -12,6 +12,7 @@ sequences are reported: constants were chosen on the others, and on none of the 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -35,6 +36,9 @@ LINK_GB_S = 54.0  # bench/results/core-load.json has the like of one machine
 POLICY = "adv"
 
 
+Job = tuple[Callable[..., Any], str, tuple[Any, ...]]
+
+
 class Case(NamedTuple):
     """A trace, a quarter (or half) of its experts as slots, and guesses to count."""
 
@@ -56,6 +60,7 @@ AHEAD = (1, 2, 3, 4)
 BY_IDS = ("previous", "popularity", "temporal-markov", "cross-markov", "cross-lift", "logistic")
 WITHOUT_GATE = "combined, ids only"  # where guesses are recorded
 COVERING = (*BY_IDS, "stride", "request-map", "gate", "combined", WITHOUT_GATE, "oracle")
+TABLES = ("recall", "trained", "coverage", "time")
 TIMED = ("gate", "combined", "oracle")
 
 
@@ -64,24 +69,39 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder")
     parser.add_argument("--out", type=Path, required=True, help="result file")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, default=TABLES, help="the others stay as they are"
+    )
     args = parser.parse_args()
     machine.describe()
-    jobs: list[tuple[Callable[..., Any], str, tuple[Any, ...]]] = []
+    jobs: list[Job] = []
     for name in (name for name, case in CASES.items() if (args.traces / case.file).exists()):
         jobs += [(recall_row, name, at) for at in product(("output", "input"), AHEAD)]
         jobs += [(coverage_row, name, (predictor,)) for predictor in COVERING]
         jobs += [(time_row, name, at) for at in product(TIMED, ("output", "input"), AHEAD)]
-    jobs += [(trained_row, "moe507m", ())] if (args.traces / CASES["moe507m"].file).exists() else []
-    with ProcessPoolExecutor(args.jobs) as pool:
-        waiting = [(job, pool.submit(job[0], args.traces, job[1], *job[2])) for job in jobs]
-        results: dict[str, list[Any]] = {}
-        for (what, name, at), future in waiting:
-            rows = future.result()
-            results.setdefault(what.__name__.removesuffix("_row"), []).extend(rows)
-            print(what.__name__, name, *at, flush=True)
+        jobs += [(trained_row, name, ())] if name == "moe507m" else []
+    measured = run([job for job in jobs if table_of(job) in args.tables], args.traces, args.jobs)
+    before = json.loads(args.out.read_text()) if args.out.exists() else {"measured_at": {}}
+    kept = {table: before[table] for table in TABLES if table in before}
+    at = before["measured_at"] | dict.fromkeys(measured, machine.describe()["commit"])
     cases = {name: case._asdict() for name, case in CASES.items()}
-    settings = {"policy": POLICY, "link_gb_s": LINK_GB_S, "cases": cases}
-    machine.write(args.out, "prefetch-simulated", {**settings, **results})
+    settings = {"policy": POLICY, "link_gb_s": LINK_GB_S, "cases": cases, "measured_at": at}
+    machine.write(args.out, "prefetch-simulated", {**settings, **kept, **measured})
+
+
+def run(jobs: list[Job], folder: Path, num_processes: int) -> dict[str, list[Any]]:
+    """The rows of each table."""
+    results: dict[str, list[Any]] = {}
+    with ProcessPoolExecutor(num_processes) as pool:
+        waiting = [(job, pool.submit(job[0], folder, job[1], *job[2])) for job in jobs]
+        for job, future in waiting:
+            results.setdefault(table_of(job), []).extend(future.result())
+            print(table_of(job), job[1], *job[2], flush=True)
+    return results
+
+
+def table_of(job: Job) -> str:
+    return job[0].__name__.removesuffix("_row")
 
 
 def traced(folder: Path, name: str, *, tuned_on: bool = False) -> Trace:

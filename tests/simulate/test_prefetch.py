@@ -110,7 +110,7 @@ def twin(trace: Trace, slots: int, how: Prefetch, compute_ms: float, share: floa
         target = call + how.ahead
         if target < num_tokens * num_layers:
             to = target % num_layers
-            slack = how.ahead * compute_ms - (compute_ms * share if how.tap == "output" else 0)
+            slack = compute_ms - (compute_ms * share if how.tap == "output" else 0)
             wanted = [e for e in script(to, target // num_layers) if e not in cache[to]][: how.rows]
             deadline = now + slack
             sent[target] = []

@@ -89,7 +89,7 @@ def replay_prefetch(
         timeline = None
         if nbytes is not None and prefetch.slack == "compute":
             at_output = prefetch.tap == "output"
-            timeline = Timeline(cost, nbytes, prefetch.ahead, at_output=at_output)
+            timeline = Timeline(cost, nbytes, at_output=at_output)
         _Run(trace, prefetch, guesser, control, caches, timeline, layers).play(
             [(step, call) for step in run for call in _calls(trace, step, rules)], batch
         )

@@ -13,7 +13,6 @@ class Timeline:
     Args:
         cost: the link, what layers compute, and which part of that is the experts'.
         nbytes: of an expert.
-        ahead: calls from a guess to the call that it is for.
         at_output: guesses are made after the experts of a layer, not before.
 
     Attributes:
@@ -21,11 +20,11 @@ class Timeline:
         free_at: when the link has carried all that it was asked for.
     """
 
-    def __init__(self, cost: Cost, nbytes: int, ahead: int, *, at_output: bool) -> None:
+    def __init__(self, cost: Cost, nbytes: int, *, at_output: bool) -> None:
         self.copy_ms = nbytes / (cost.link_gb_s * 1e6)
         self.experts_ms = cost.compute_ms * cost.moe_share
         self.before_ms = cost.compute_ms - self.experts_ms
-        self.slack_ms = ahead * cost.compute_ms - (self.experts_ms if at_output else 0.0)
+        self.idle_ms = self.before_ms if at_output else cost.compute_ms
         self.now = self.free_at = 0.0
 
     def reach_router(self) -> None:
@@ -47,8 +46,12 @@ class Timeline:
         self.now += self.experts_ms
 
     def hidden(self, num_transfers: int) -> list[float]:
-        """Of each transfer that begins now, the part that is over when its call needs it."""
-        left_ms = self.slack_ms - max(0.0, self.free_at - self.now)
+        """Of each transfer asked for now, the part that is over when the next layer may fetch.
+
+        However far ahead that call is: a longer look-ahead leaves the link idle no longer, and a
+        transfer that is not over by then is in the way of the misses in between.
+        """
+        left_ms = self.idle_ms - max(0.0, self.free_at - self.now)
         return [
             min(max((left_ms - place * self.copy_ms) / self.copy_ms, 0.0), 1.0)
             for place in range(num_transfers)
