@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM)
+PREFETCH = ROOT / "docs/prefetch.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, PREFETCH)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -36,6 +38,15 @@ needs_transformers = pytest.mark.skipif(
 def blocks(language: str) -> list[str]:
     text = README.read_text() + TRACES.read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 @pytest.mark.transformers
@@ -89,12 +100,7 @@ def test_every_file_in_the_documents_exists(document: Path) -> None:
 
 
 def test_tables_and_headlines_are_those_of_the_results() -> None:
-    path = ROOT / "tools/readme_tables.py"
-    spec = importlib.util.spec_from_file_location("readme_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = tool("readme_tables")
     made = {
         "decode": tables.decode_table(),
         "device": tables.device_table(),
@@ -105,6 +111,8 @@ def test_tables_and_headlines_are_those_of_the_results() -> None:
     readme, policies = README.read_text(), POLICIES.read_text()
     assert tables.filled(readme, made) == readme
     assert tables.filled(policies, {"policies": tables.policy_tables()}) == policies
+    prefetch = PREFETCH.read_text()
+    assert tables.filled(prefetch, tool("prefetch_tables").tables()) == prefetch
     head = " ".join(readme.split("## Try it")[0].split())
     decode = json.loads((ROOT / "bench/results/device-decode.json").read_text())["cases"]
     vllm = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())["cases"]

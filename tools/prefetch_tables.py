@@ -39,16 +39,15 @@ def tables() -> dict[str, str]:
 
 
 def slack_table(results: dict[str, Any]) -> str:
-    """How many transfers pass while the layers between a guess and its call compute."""
-    head = [f"{ahead} ahead, {TAPS[tap]}" for ahead in AHEAD[:2] for tap in ("output", "input")]
+    """How many transfers pass between a guess and the next layer's router."""
     lines = []
     for name, case in results["cases"].items():
         copy_ms = case["nbytes"] / results["link_gb_s"] / 1e6
-        parts = [ahead - 0.5 * (tap == "output") for ahead in AHEAD[:2] for tap in TAPS]
-        cells = [f"{part * case['compute_ms'] / copy_ms:.2f}" for part in parts]
+        cells = [f"{part * case['compute_ms'] / copy_ms:.2f}" for part in (0.5, 1.0)]
         size = f"{case['nbytes'] / 2**20:.1f} MiB"
         lines.append([name, size, f"{1000 * copy_ms:.0f} us", *cells])
-    return table(["experts of", "an expert", "one transfer", *head], lines)
+    head = ["experts of", "an expert", "one transfer", *(f"tap {where}" for where in TAPS.values())]
+    return table(head, lines)
 
 
 def recall_table(rows: Rows, trained: Rows) -> str:
