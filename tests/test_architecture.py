@@ -41,6 +41,7 @@ def imported_heavies(code: str) -> list[str]:
         "import hotexperts.bench.earlier, hotexperts.bench.routing, hotexperts.bench.shapes",
         "import hotexperts.page.of_trace",
         "import hotexperts.policy.adv",
+        "import hotexperts.predict.combined",
         "import hotexperts.residency",
         "import hotexperts.simulate.sweep",
         "import hotexperts.sizing",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import claims
 import parallel_page
+import prefetch_tables
 import promise
 import result_tables
 import troubleshooting
@@ -28,6 +29,7 @@ def blocks() -> dict[str, dict[str, str]]:
         "README.md": {"cards": promise.card_table()},
         "docs/index.md": {"cards": promise.card_table()},
         "docs/policies.md": {"policies": result_tables.policy_tables()},
+        "docs/prefetch.md": prefetch_tables.tables(),
         "docs/metrics.md": {"counters": counters_table()},
         "docs/decisions/index.md": {"decisions": decisions()},
         "docs/parallel.md": {

@@ -67,7 +67,7 @@ AREAS = (  # a message goes where the longest beginning of its module is
     Area("Warm starts", ("cache.warm_start", "policy.state", "residency", "kernels.plan.layout")),
     Area(
         "`hotexperts trace` and `simulate`",
-        ("cli.trace", "cli.record", "cli.simulate", "simulate."),
+        ("cli.trace", "cli.record", "cli.simulate", "cli.foretold", "simulate.", "predict."),
     ),
     Area("`hotexperts bench`", ("cli.bench", "bench.")),
     Area("`hotexperts report`", ("cli.page", "fields")),

@@ -133,7 +133,8 @@ def _trace_page(
     from hotexperts.simulate.bounds import BOUNDS
     from hotexperts.simulate.cost import Cost
     from hotexperts.simulate.replay import misses_by_step
-    from hotexperts.simulate.sweep import Sweep, count_steps, expert_sizes, run_sweep, sweep_rows
+    from hotexperts.simulate.rows import sweep_rows
+    from hotexperts.simulate.sweep import Sweep, count_steps, expert_sizes, run_sweep
 
     trace, name = read_trace(path), str(path)
     policies = lists.split("--policy", policy, _POLICIES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 import hotexperts
-from hotexperts.cli import console, lists, options, report
+from hotexperts.cli import console, foretold, lists, options, report
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -121,6 +122,13 @@ def simulate(
             show_default="expert_nbytes of the trace's meta data",
         ),
     ] = None,
+    prefetch: foretold.Predictors = None,
+    prefetch_ahead: foretold.Ahead = 1,
+    prefetch_tap: foretold.Tap = "output",
+    prefetch_budget: foretold.Budget = None,
+    prefetch_rows: foretold.Rows = None,
+    prefetch_slack: foretold.Slack = "compute",
+    moe_share: foretold.MoeShare = 0.5,
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -155,12 +163,20 @@ def simulate(
         batches = lists.numbers("--batch", batch, (1,))
 
         from hotexperts.simulate.cost import Cost
-        from hotexperts.simulate.sweep import count_steps, expert_sizes, run_sweep, sweep_rows
+        from hotexperts.simulate.rows import sweep_rows
+        from hotexperts.simulate.sweep import count_steps, expert_sizes, run_sweep
 
-        cost = Cost(link_gb_s, compute_ms)
+        cost = Cost(link_gb_s, compute_ms, moe_share)
+        predictors = lists.split("--prefetch", prefetch, ())
+        how = foretold.settings(
+            predictors, prefetch_ahead, prefetch_tap, prefetch_budget, prefetch_rows, prefetch_slack
+        )
+        foretold.check_beside(predictors, moe_share, plot)
         rules = _rules(ties, pool, pool_floor, sequences, preload)
         sweep = _sweep(traces, policies, sizes, batches, prefill, rules)
-        steps, nbytes = count_steps(sweep), expert_sizes(sweep.traces, expert_mb)
+        nbytes = expert_sizes(sweep.traces, expert_mb)
+        sweep = replace(sweep, predictors=predictors, prefetch=how, cost=cost, nbytes_of=nbytes)
+        steps = count_steps(sweep)
         with console.counting("replaying", len(sweep.all_cells())) as on_done:
             counts = run_sweep(sweep, jobs, on_done)
         if plot is not None:

@@ -17,11 +17,12 @@ MOST_EXPERT_NBYTES = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A step copies what it misses, then computes: the two do not overlap.
+    """A step copies what it misses, then computes: the two do not overlap but for prefetch.
 
     Attributes:
         link_gb_s: 10^9 bytes a second into the slots.
         compute_ms: milliseconds that one layer computes in one step.
+        moe_share: the part of it that is its experts', 0 to 1; it matters to prefetch alone.
 
     Raises:
         ConfigError: a value that no machine has.
@@ -29,6 +30,7 @@ class Cost:
 
     link_gb_s: float = 55.0
     compute_ms: float = 0.0
+    moe_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not LEAST_GB_S <= self.link_gb_s <= MOST_GB_S:
@@ -40,11 +42,16 @@ class Cost:
             raise ConfigError(
                 f"{self.compute_ms:g} ms of compute a layer: give 0 to {MOST_COMPUTE_MS:g}"
             )
+        if not 0 <= self.moe_share <= 1:
+            raise ConfigError(f"experts take {self.moe_share:g} of a layer's compute: give 0 to 1")
 
     def ms_per_token(self, miss_nbytes: int, num_layers: int, num_steps: int, batch: int) -> float:
         """The mean over `num_steps` steps, one or more, which missed `miss_nbytes` together."""
         copy_ms = miss_nbytes / (self.link_gb_s * 1e6)
         return (copy_ms / num_steps + self.compute_ms * num_layers) / batch
+
+
+NO_COST = Cost()
 
 
 def expert_nbytes(meta: Mapping[str, Any], expert_mb: float | None = None) -> int | None:

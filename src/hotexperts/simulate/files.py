@@ -32,13 +32,15 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace as `.npz` (by token) or `.jsonl`, replacing what is there.
 
-    CSV is only read: it has no place for sequences and phases.
+    CSV is only read: it has no place for sequences and phases. Guesses have one in `.npz` alone.
 
     Raises:
-        TraceError: another kind of file.
+        TraceError: another kind of file, or one that would lose the trace's guesses.
     """
     path = Path(path)
     writer = WRITERS.get(path.suffix)
     if writer is None:
         raise TraceError(f"{path}: cannot write this kind: end it in {' or '.join(WRITERS)}")
+    if trace.guesses and path.suffix != ".npz":
+        raise TraceError(f"{path}: no place for the trace's guesses: end the name in .npz")
     writer(trace, path)

@@ -63,7 +63,7 @@ def streams(
     return [
         Stream(
             [
-                [*_preload(heat[layer], slots, rules), *_calls(trace, run, rules, layer)]
+                [*preload_calls(heat[layer], slots, rules), *_calls(trace, run, rules, layer)]
                 for run in runs
             ],
             trace.num_experts,
@@ -136,11 +136,11 @@ def _pooled(
         ]
         for run in runs
     ]
-    first = _preload(heat.reshape(-1), num_slots, rules)
+    first = preload_calls(heat.reshape(-1), num_slots, rules)
     return Stream([[*first, *run] for run in calls], heat.size, num_slots)
 
 
-def _preload(heat: npt.NDArray[np.int64], num_slots: int, rules: Rules) -> list[LayerCall]:
+def preload_calls(heat: npt.NDArray[np.int64], num_slots: int, rules: Rules) -> list[LayerCall]:
     """A call, as a prefill makes it, for the hottest; of equal heat the lower id is in."""
     hottest = np.argsort(-heat, kind="stable")[:num_slots]
     hottest = hottest[heat[hottest] > 0]

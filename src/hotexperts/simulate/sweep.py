@@ -6,13 +6,16 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.simulate.bounds import BOUNDS, bound
-from hotexperts.simulate.cost import Cost, expert_nbytes
+from hotexperts.simulate.cost import NO_COST, Cost, expert_nbytes
+from hotexperts.simulate.foretell import check_predictor
 from hotexperts.simulate.players import player
+from hotexperts.simulate.prefetch import NO_PREFETCH, Prefetch
+from hotexperts.simulate.prefetch_replay import replay_prefetch
 from hotexperts.simulate.replay import replay
 from hotexperts.simulate.rules import ENGINE, Rules
 from hotexperts.simulate.schedule import Prefill, schedule
@@ -31,6 +34,7 @@ class Cell(NamedTuple):
     policy: str
     capacity: int
     batch: int
+    predictor: str | None = None
 
 
 Counts = dict[Cell, CacheStats]
@@ -47,6 +51,10 @@ class Sweep:
         batches: lanes.
         prefill: see `replay`.
         rules: see `replay`.
+        predictors: with which each policy that is no bound is replayed again.
+        prefetch: how these are.
+        cost: what prefetch hides behind.
+        nbytes_of: from `expert_sizes`; prefetch needs it but where slack is unlimited.
     """
 
     traces: Mapping[str, Trace]
@@ -55,6 +63,10 @@ class Sweep:
     batches: Sequence[int] = (1,)
     prefill: Prefill = "warm"
     rules: Rules = ENGINE
+    predictors: Sequence[str] = ()
+    prefetch: Prefetch = NO_PREFETCH
+    cost: Cost = NO_COST
+    nbytes_of: Mapping[str, int | None] = field(default_factory=dict)
 
     def capacities_of(self, name: str) -> Sequence[int]:
         """The sizes for one trace."""
@@ -68,6 +80,9 @@ class Sweep:
                 for capacity in self.capacities_of(name):
                     for policy in policies:
                         yield Cell(name, policy, capacity, batch)
+                        for predictor in () if policy in BOUNDS else self.predictors:
+                            if policy in self.policies:  # not where it is only of the frame
+                                yield Cell(name, policy, capacity, batch, predictor)
 
     def all_cells(self) -> list[Cell]:
         """The replays that are needed: those that were asked for, and the frame."""
@@ -93,12 +108,22 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
             for capacity in sweep.capacities_of(name):
                 check_capacity(trace, capacity, sweep.rules)
             preload_uses(trace, sweep.rules)
+            _check_prefetch(sweep, name)
             for batch in sweep.batches:
                 steps = schedule(trace, batch, sweep.prefill)
                 found[name, batch] = sum(step.counted for step in steps)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
     return found
+
+
+def _check_prefetch(sweep: Sweep, name: str) -> None:
+    how = sweep.prefetch
+    for predictor in sweep.predictors:
+        for batch in sweep.batches:
+            check_predictor(predictor, sweep.traces[name], batch, how.ahead, how.tap)
+    if sweep.predictors:
+        how.check(sweep.rules, sweep.cost, sweep.nbytes_of.get(name))
 
 
 def run_sweep(sweep: Sweep, jobs: int = 1, on_done: Callable[[], None] = lambda: None) -> Counts:
@@ -117,53 +142,9 @@ def run_sweep(sweep: Sweep, jobs: int = 1, on_done: Callable[[], None] = lambda:
         return _in_processes(sweep, cells, min(jobs, len(cells)), on_done)
     counts = {}
     for cell in cells:
-        counts[cell] = _count(sweep.traces[cell.trace], cell, sweep.prefill, sweep.rules)
+        counts[cell] = _count(sweep, cell)
         on_done()
     return counts
-
-
-def sweep_rows(
-    sweep: Sweep,
-    counts: Counts,
-    num_steps: Mapping[tuple[str, int], int],
-    cost: Cost,
-    nbytes_of: Mapping[str, int | None],
-) -> list[dict[str, Any]]:
-    """One plain row for each replay that was asked for; None stands for what is not known.
-
-    Args:
-        sweep: what was replayed.
-        counts: from `run_sweep`.
-        num_steps: from `count_steps`.
-        cost: of misses and layers.
-        nbytes_of: from `expert_sizes`.
-    """
-    rows = []
-    for cell in sweep.cells(sweep.policies):
-        steps, nbytes = num_steps[cell.trace, cell.batch], nbytes_of[cell.trace]
-        missed = None if nbytes is None else counts[cell].misses * nbytes
-        time = None
-        if missed is not None and steps:
-            time = cost.ms_per_token(missed, sweep.traces[cell.trace].num_layers, steps, cell.batch)
-        rows.append({**_counted(counts, cell), "miss_bytes": missed, "est_ms_per_token": time})
-    return rows
-
-
-def _counted(counts: Counts, cell: Cell) -> dict[str, Any]:
-    stats = counts[cell]
-    return {
-        **cell._asdict(),
-        "demands": stats.demands,
-        "hits": stats.hits,
-        "hit_ratio": stats.hit_rate if stats.demands else None,
-        "gap_to_belady_closed": gap_closed(counts, cell),
-    }
-
-
-def gap_closed(counts: Counts, cell: Cell) -> float | None:
-    """How far from LRU (0.0) to Belady (1.0) the hits are; None where Belady has no more."""
-    lru, best = (counts[cell._replace(policy=policy)].hits for policy in FRAME)
-    return (counts[cell].hits - lru) / (best - lru) if best > lru else None
 
 
 def expert_sizes(
@@ -184,7 +165,21 @@ def expert_sizes(
     return sizes
 
 
-def _count(trace: Trace, cell: Cell, prefill: Prefill, rules: Rules) -> CacheStats:
+def _count(sweep: Sweep, cell: Cell) -> CacheStats:
+    trace, prefill, rules = sweep.traces[cell.trace], sweep.prefill, sweep.rules
+    if cell.predictor is not None:
+        return replay_prefetch(
+            trace,
+            cell.policy,
+            cell.capacity,
+            cell.predictor,
+            sweep.prefetch,
+            cell.batch,
+            prefill,
+            rules,
+            sweep.cost,
+            sweep.nbytes_of.get(cell.trace),
+        ).total
     if cell.policy in BOUNDS:
         return bound(cell.policy, trace, cell.capacity, cell.batch, prefill, rules).total
     return replay(trace, cell.policy, cell.capacity, cell.batch, prefill, rules).total
@@ -216,4 +211,4 @@ def _hold(sweep: Sweep) -> None:
 
 def _count_held(cell: Cell) -> CacheStats:
     assert _held is not None
-    return _count(_held.traces[cell.trace], cell, _held.prefill, _held.rules)
+    return _count(_held, cell)

@@ -13,6 +13,7 @@ from hotexperts.errors import HotExpertsError
 
 NOT_RECORDED = -1
 PREFILL, DECODE = 0, 1
+TAPS = ("output", "input")
 MAX_EXPERT = 65_534  # 65,535 stands for "not recorded" in the largest ids that a file holds
 MAX_CELLS = 1 << 28  # ids in memory, 4 bytes each: more is a broken file rather than a long one
 
@@ -32,6 +33,9 @@ class Trace:
         phase: `[token]`, 0 prefill, 1 decode.
         seq: `[token]`, number of the sequence that the token belongs to.
         meta: whatever is known about the recording; `n_experts` is read, the rest is kept.
+        guesses: by tap, "output" of the layer before or "input" of its MoE, `[token, layer, n]`:
+            the experts that the layer's router ranks highest there, the highest first; -1 where
+            nothing was recorded.
 
     Raises:
         TraceError: the arrays do not fit together or hold a value that means nothing.
@@ -41,6 +45,7 @@ class Trace:
     phase: Ints
     seq: Ints
     meta: Mapping[str, Any] = field(default_factory=dict)
+    guesses: Mapping[str, Ints] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("ids", "phase", "seq"):
@@ -48,6 +53,8 @@ class Trace:
         _check_shapes(self)
         _check_values(self)
         _check_num_experts(self)
+        guesses = {tap: _checked_guesses(self, tap) for tap in self.guesses}
+        object.__setattr__(self, "guesses", guesses)
 
     @property
     def num_layers(self) -> int:
@@ -117,6 +124,24 @@ def _check_values(trace: Trace) -> None:
     _refuse_first("phase", (trace.phase >> 1) != 0, trace.phase, "0 is prefill and 1 is decode")
     if trace.ids.max() == NOT_RECORDED:
         raise TraceError("array 'ids': nothing is recorded")
+
+
+def _checked_guesses(trace: Trace, tap: str) -> Ints:
+    if tap not in TAPS:
+        raise TraceError(f"guesses at {tap!r}: give one of {', '.join(TAPS)}")
+    name = f"guesses of {tap}"
+    found = _frozen_ints(name, trace.guesses[tap])
+    if found.ndim != 3 or found.shape[:2] != trace.ids.shape[:2]:
+        raise TraceError(
+            f"array {name!r}: shape {found.shape}: give one row for each of the "
+            f"{trace.ids.shape[:2]} tokens and layers of 'ids'"
+        )
+    bad = (found < NOT_RECORDED) | (found >= trace.num_experts)
+    _refuse_first(name, bad, found, f"ids are 0 to {trace.num_experts - 1}, or -1")
+    in_order = np.sort(found, axis=2)
+    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != NOT_RECORDED)
+    _refuse_first(name, twice, in_order, "an expert has only one rank")
+    return found
 
 
 def _refuse_first(name: str, bad: npt.NDArray[np.bool_], values: Ints, why: str) -> None:

@@ -1,0 +1,77 @@
+"""A sweep's counts as the plain rows that are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hotexperts.simulate.cost import Cost
+from hotexperts.simulate.prefetch import PrefetchStats
+from hotexperts.simulate.sweep import FRAME, Cell, Counts, Sweep
+
+
+def sweep_rows(
+    sweep: Sweep,
+    counts: Counts,
+    num_steps: Mapping[tuple[str, int], int],
+    cost: Cost,
+    nbytes_of: Mapping[str, int | None],
+) -> list[dict[str, Any]]:
+    """One plain row for each replay that was asked for; None stands for what is not known.
+
+    Args:
+        sweep: what was replayed.
+        counts: from `run_sweep`.
+        num_steps: from `count_steps`.
+        cost: of misses and layers.
+        nbytes_of: from `expert_sizes`.
+    """
+    rows = []
+    for cell in sweep.cells(sweep.policies):
+        steps, nbytes = num_steps[cell.trace, cell.batch], nbytes_of[cell.trace]
+        if cell.predictor is not None:
+            rows.append({**_counted(counts, cell), **_prefetched(sweep, counts, cell, steps)})
+            continue
+        missed = None if nbytes is None else counts[cell].misses * nbytes
+        time = None
+        if missed is not None and steps:
+            time = cost.ms_per_token(missed, sweep.traces[cell.trace].num_layers, steps, cell.batch)
+        rows.append({**_counted(counts, cell), "miss_bytes": missed, "est_ms_per_token": time})
+    return rows
+
+
+def _counted(counts: Counts, cell: Cell) -> dict[str, Any]:
+    stats = counts[cell]
+    return {
+        **{name: value for name, value in cell._asdict().items() if name != "predictor"},
+        "demands": stats.demands,
+        "hits": stats.hits,
+        "hit_ratio": stats.hit_rate if stats.demands else None,
+        "gap_to_belady_closed": gap_closed(counts, cell),
+    }
+
+
+def _prefetched(sweep: Sweep, counts: Counts, cell: Cell, num_steps: int) -> dict[str, Any]:
+    stats, nbytes = counts[cell], sweep.nbytes_of.get(cell.trace)
+    assert isinstance(stats, PrefetchStats)
+    ms = stats.ms
+    return {
+        "miss_bytes": None if nbytes is None else (stats.misses - stats.covered) * nbytes,
+        "est_ms_per_token": None if ms is None or not num_steps else ms / num_steps / cell.batch,
+        "predictor": cell.predictor,
+        "misses": stats.misses,
+        "issued": stats.issued,
+        "covered": stats.covered,
+        "late": stats.late,
+        "wasted": stats.wasted,
+        "wasted_bytes": None if nbytes is None else stats.wasted * nbytes,
+        "relative_bytes": stats.relative_bytes if stats.misses else None,
+        "stall_free_hit_ratio": stats.stall_free_rate if stats.demands else None,
+        "layers_off": stats.num_off,
+    }
+
+
+def gap_closed(counts: Counts, cell: Cell) -> float | None:
+    """How far from LRU (0.0) to Belady (1.0) the hits are; None where Belady has no more."""
+    lru, best = (counts[cell._replace(policy=policy, predictor=None)].hits for policy in FRAME)
+    return (counts[cell].hits - lru) / (best - lru) if best > lru else None
