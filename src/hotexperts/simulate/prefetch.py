@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hotexperts.errors import ConfigError
@@ -130,6 +130,8 @@ class PrefetchOutcome:
     @property
     def total(self) -> PrefetchStats:
         """The sum over the layers."""
-        counts = [field.name for field in fields(PrefetchStats) if field.name != "ms"]
-        found = {name: sum(getattr(one, name) for one in self.layers) for name in counts}
-        return PrefetchStats(**found, ms=self.ms)
+        counted = [one.as_dict() for one in self.layers]
+        found = PrefetchStats(ms=self.ms)
+        for name in counted[0]:
+            setattr(found, name, sum(counts[name] for counts in counted))
+        return found
