@@ -150,6 +150,29 @@ def test_kernels_unpack_what_torch_packs(capacity: int) -> None:
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("base", [-1, 0, 108, 240])
+def test_kernels_keep_an_exceptions_neighbour(base: int) -> None:
+    """A word holds two values, and nothing of one's code may reach the other."""
+    pytest.importorskip("triton")
+    from hotexperts.cache.device import DeviceWeightProvider
+
+    generator = torch.Generator().manual_seed(base)
+    ends = torch.tensor([(base + 1) << 7, (base + 15) << 7], dtype=torch.int32)  # of the window
+    numbers = ends.repeat(2, BLOCK_VALUES)
+    for first in (0, BLOCK_VALUES):  # no more in a block than there is room for
+        places = first + torch.randperm(BLOCK_VALUES, generator=generator)[: ROOMS[-1]]
+        numbers[:, places] = torch.randint(0, 2**16, (2, ROOMS[-1]), generator=generator).int()
+    tensor = from_bits(numbers)
+    store = PackedBackingStore.from_tensors({"w": tensor}, CPU, pin=DEVICE == "cuda")
+    assert [packing and packing.base for packing in store.form.packings] == [base]
+    found = DeviceWeightProvider(store, 2, device=DEVICE).prepare(
+        torch.tensor([[0, 1]], device=DEVICE)
+    )
+    rows = found.topk_ids.flatten().long()
+    assert torch.equal(bits(found.tensors.w[rows].cpu()), bits(tensor))
+
+
+@pytest.mark.interpret
 def test_a_packed_cache_survives_a_restart() -> None:
     pytest.importorskip("triton")
     from hotexperts.cache.device import DeviceWeightProvider
