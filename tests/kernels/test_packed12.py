@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hotexperts.cache import CPUBackingStore
 from hotexperts.cache.packed_store import PackedBackingStore
+from hotexperts.errors import UnsupportedModelError
 from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packing
 
@@ -94,6 +95,7 @@ def make_tensors(num_experts: int = 5) -> dict[str, torch.Tensor]:
         "bias": torch.arange(1.0, num_experts + 1),
         "half": gaussian(num_experts, 34).half(),
         "nothing": torch.zeros(num_experts, 0, dtype=torch.bfloat16),
+        "turned": gaussian(num_experts, 128, 64).mT,
     }
 
 
@@ -105,13 +107,29 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
         PackedBackingStore.from_store(plain, CPU),
     ):
         packed = [packing is not None for packing in store.form.packings]
-        assert packed == [True, True, False, False, False, False, False]
+        assert packed == [True, True, False, False, False, False, False, True]
         assert store.host_nbytes == 5 * store.form.row_nbytes
         for expert in range(5):
             found = [torch.full_like(tensor[0], 7) for tensor in tensors.values()]
             store.copy_into(expert, found)
             for got, wanted in zip(found, tensors.values(), strict=True):
                 assert torch.equal(raw(got), raw(wanted[expert]))
+
+
+def test_one_number_an_expert_stays_as_it_is() -> None:
+    scale = gaussian(5)
+    store = PackedBackingStore.from_tensors({"w": gaussian(5, 8192), "scale": scale}, CPU)
+    assert [packing is not None for packing in store.form.packings] == [True, False]
+    found = [torch.empty(8192, dtype=torch.bfloat16), torch.empty((), dtype=torch.bfloat16)]
+    store.copy_into(3, found)
+    assert found[1] == scale[3]
+
+
+@pytest.mark.parametrize("shape", [(0, 8192), (3, 0)])
+def test_nothing_to_store_is_refused(shape: tuple[int, int]) -> None:
+    tensors = {"w": torch.zeros(shape, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedModelError, match=r"experts of .* there is nothing to store"):
+        PackedBackingStore.from_tensors(tensors, CPU)
 
 
 def test_progress_is_told_for_every_expert() -> None:

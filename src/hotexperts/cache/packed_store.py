@@ -9,7 +9,7 @@ import torch
 
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import HostBuffer
-from hotexperts.cache.store import ExpertStore, RowForm
+from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import AUTO, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
@@ -83,8 +83,14 @@ class PackedBackingStore:
     def from_tensors(
         cls, tensors: Mapping[str, torch.Tensor], device: torch.device, *, pin: bool = False
     ) -> PackedBackingStore:
-        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time."""
+        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time.
+
+        Raises:
+            UnsupportedModelError: a tensor without an expert dimension, sizes that differ, or
+                nothing to store.
+        """
         layout, num_experts = ExpertLayout.of(tensors)
+        check_not_empty(layout, num_experts)
         step = max(1, CHUNK_NBYTES // layout.row_nbytes)
 
         def chunks() -> Iterator[Sequence[torch.Tensor]]:
@@ -130,8 +136,7 @@ def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | Non
     most = dict.fromkeys(bases, 0)
     for tensors in chunks():
         for i, base in bases.items():
-            values = tensors[i].flatten(1)
-            most[i] = max(most[i], packed12.most_exceptions(values, base))
+            most[i] = max(most[i], packed12.most_exceptions(_flat(tensors[i]), base))
     return tuple(
         _packing_that_pays(spec.nbytes, bases[i], most[i]) if i in most else None
         for i, spec in enumerate(layout.specs)
@@ -167,10 +172,15 @@ def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     ):
         if size == 0:
             continue
-        flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+        flat = _flat(tensor)
         found = flat.contiguous() if packing is None else packed12.pack(flat, packing)
         rows[:, offset : offset + size] = found.view(torch.uint8)
     return rows
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`[n, *shape]` as `[n, numel]`; one number an expert has no shape."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
 def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:
