@@ -103,6 +103,7 @@ class DeviceWeightProvider(StreamingProvider):
                 rows,
                 num_programs=num_programs,
             )
+            self.banks.lane.outlives(self._fill.used_ahead)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap, enqueued on the current stream.
