@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotexperts.cache import CPUBackingStore
+from hotexperts.cache import CPUBackingStore, packed_store
 from hotexperts.cache.packed_store import PackedBackingStore
-from hotexperts.errors import UnsupportedModelError
+from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packing
 
@@ -130,6 +131,19 @@ def test_nothing_to_store_is_refused(shape: tuple[int, int]) -> None:
     tensors = {"w": torch.zeros(shape, dtype=torch.bfloat16)}
     with pytest.raises(UnsupportedModelError, match=r"experts of .* there is nothing to store"):
         PackedBackingStore.from_tensors(tensors, CPU)
+
+
+@pytest.mark.parametrize("place", ["_lay_out", "choose_packings", "allocate"])
+def test_a_gpu_without_room_to_pack_in_is_told_the_knob(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    plain = CPUBackingStore.from_tensors(make_tensors())
+    monkeypatch.setattr(ExpertLayout if place == "allocate" else packed_store, place, no_room)
+    with pytest.raises(ConfigError, match=r"packing takes .*: use expert_packing 'none'"):
+        PackedBackingStore.from_store(plain, CPU)
 
 
 def test_progress_is_told_for_every_expert() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,8 @@ from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
 from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import Packing
 
-CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once: it takes twelve times as much
+CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
+PEAK = 12  # times as much memory it takes
 Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
 
 
@@ -66,13 +68,8 @@ class PackedBackingStore:
         Raises:
             ConfigError: the device has no room for them.
         """
-        try:
+        with _fitting(source.num_experts * source.layout.nbytes):
             _, staged = source.layout.allocate(source.num_experts, device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"packing takes {format_bytes(source.num_experts * source.layout.nbytes)} of the "
-                "GPU while a layer is loaded, which it has not: use expert_packing 'none'"
-            ) from error
         for expert in range(source.num_experts):
             source.copy_into(expert, [tensor[expert] for tensor in staged])
             after_each(expert)
@@ -88,6 +85,7 @@ class PackedBackingStore:
         Raises:
             UnsupportedModelError: a tensor without an expert dimension, sizes that differ, or
                 nothing to store.
+            ConfigError: the device has no room to pack in.
         """
         layout, num_experts = ExpertLayout.of(tensors)
         check_not_empty(layout, num_experts)
@@ -97,12 +95,14 @@ class PackedBackingStore:
             for first in range(0, num_experts, step):
                 yield [t[first : first + step].detach().to(device) for t in tensors.values()]
 
-        store = cls(layout, num_experts, _form(layout, choose_packings(layout, chunks)), pin=pin)
         first = 0
-        for part in chunks():
-            rows = store.rows[first : first + len(part[0])]
-            rows.copy_(_lay_out(store.form, part))
-            first += len(rows)
+        with _fitting(PEAK * min(step, num_experts) * layout.row_nbytes):
+            form = _form(layout, choose_packings(layout, chunks))
+            store = cls(layout, num_experts, form, pin=pin)
+            for part in chunks():
+                rows = store.rows[first : first + len(part[0])]
+                rows.copy_(_lay_out(store.form, part))
+                first += len(rows)
         return store
 
     @property
@@ -123,6 +123,18 @@ class PackedBackingStore:
                     words.view(torch.int32).unsqueeze(0), packing, target.numel()
                 )
                 target.copy_(found.view(target.shape))
+
+
+@contextmanager
+def _fitting(nbytes: int) -> Iterator[None]:
+    """Inside, so much of the device's memory is taken, or it is said what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"packing takes {format_bytes(nbytes)} of the GPU while a layer is loaded, which it "
+            "has not: use expert_packing 'none'"
+        ) from error
 
 
 def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | None, ...]:
