@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 DEMO_PROMPT ?= def read_file(path):
 
-.PHONY: demo test lint types imports unit test-5.17 test-vllm clean
+.PHONY: demo test lint types imports unit docs pages test-5.17 test-vllm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hotexperts run --expert-cache-size 12 --max-new-tokens 60 --prompt "$(DEMO_PROMPT)"
@@ -28,6 +28,21 @@ imports: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The site, in site/: broken links fail. Building needs no network; the two packages for it are small.
+docs: .venv-docs/.installed
+	.venv-docs/bin/zensical build --strict --clean
+	.venv-docs/bin/python tools/check_site.py
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-docs/bin/python -m pip install --quiet --group docs
+	touch $@
+
+# What in README.md and docs/ follows from the source and from bench/results/.
+pages: $(VENV)/.installed-dev
+	$(BIN)/python tools/pages.py
 
 # The integration tests again with the oldest supported Transformers, in an environment of its own.
 test-5.17:
@@ -72,4 +87,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-5.17 .venv-vllm build dist
+	rm -rf .venv .venv-5.17 .venv-vllm .venv-docs build dist site .cache

@@ -1,7 +1,7 @@
 """The cases of a benchmark, each in a process of its own, and what is known written after each.
 
-The parent calls its own script again with `--measure CASE`; the last line that this prints is the
-case's row. A case that fails has its exit status for a row, and the others go on.
+The parent calls its own script again with `--measure CASE`; the last object that this prints is
+the case's row. A case that fails has its exit status for a row, and the others go on.
 """
 
 from __future__ import annotations
@@ -83,5 +83,6 @@ def _child(case: str) -> Row:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"failed": done.returncode}
-    row: Row = json.loads(done.stdout.strip().split("\n")[-1])
+    lines = done.stdout.strip().split("\n")
+    row: Row = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     return row

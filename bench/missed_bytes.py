@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 import machine
-from hotexperts.cache.streaming import MIN_DEMAND_TO_BYPASS
 from hotexperts.policy import POLICIES
-from hotexperts.sizing import bank_rows
+from hotexperts.sizing import MIN_DEMAND_TO_BYPASS, bank_rows
 
 TRACE = "SYNTHETIC_q3like_48x300.npz"
 NUM_LAYERS, NUM_EXPERTS, NUM_SEQUENCES, NUM_POSITIONS = 24, 128, 48, 300

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ os.environ |= {
 }
 
 import torch
+
+from vllm_model import Model, Replay, synchronize
+
+__all__ = ["Engine", "Replay", "random_weights"]
 
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -62,8 +66,8 @@ ENGINE = {
 }
 
 
-class Engine:
-    """One `LLM` on random weights.
+class Engine(Model):
+    """One `LLM` on random weights, in this process.
 
     Args:
         folder: for the model's configuration, which is all that is written.
@@ -78,65 +82,10 @@ class Engine:
         (folder / "config.json").write_text(json.dumps(shape))
         with random_weights():
             self.llm = LLM(str(folder), **ENGINE | options)
-        self.shape = shape
         core = self.llm.llm_engine.engine_core.engine_core
-        self.worker = core.model_executor.driver_worker
-        self.runner = self.worker.worker.model_runner
-        self.config = self.llm.llm_engine.vllm_config
-        self._resident: dict[str, Any] = {}
+        runner = core.model_executor.driver_worker.worker.model_runner
+        super().__init__(self.llm.llm_engine.vllm_config, runner)
         self.counts: dict[str, int] = {}  # of the last timed steps
-
-    @property
-    def caches(self) -> Any:
-        """The plug-in's caches of this model."""
-        from hotexperts.integrations.vllm import hooks
-
-        ours = self.config.instance_id
-        return next(c for c in hooks._alive() if c.config.instance_id == ours)
-
-    def use_slots(self, capacity: int) -> None:
-        """Another number of slots a layer; 0 has every expert resident, as without the plug-in."""
-        self.clear_graphs()
-        for layer in self.caches.layers.values():
-            experts = layer._multiply.__self__
-            experts.apply = layer.apply
-        if capacity == 0:
-            self._make_resident()
-        else:
-            self._resident.clear()
-            self.caches.resize(capacity)
-        torch.cuda.empty_cache()
-        self.capture_graphs()
-        if capacity:
-            self.caches.reset()
-
-    def _make_resident(self) -> None:
-        for name, layer in self.caches.layers.items():
-            store = self.caches._stores[name]
-            device = layer.provider.slot_buffer.device
-            buffer, tensors = store.layout.allocate(store.num_experts, device)
-            for expert in range(store.num_experts):
-                store.copy_into(expert, [tensor[expert] for tensor in tensors])
-            for tensor_name, parameter in layer._parameters.items():
-                parameter.data = getattr(tensors, tensor_name)
-            layer._multiply.__self__.apply = layer._multiply
-            self._resident[name] = buffer
-
-    def clear_graphs(self) -> None:
-        """Forget the captured graphs, whose addresses may be old."""
-        from vllm.compilation.cuda_graph import CUDAGraphWrapper
-
-        synchronize()
-        CUDAGraphWrapper.clear_all_graphs()
-
-    def capture_graphs(self) -> None:
-        """Capture them anew."""
-        from vllm.config import set_current_vllm_config
-
-        if self.config.model_config.enforce_eager:
-            return
-        with set_current_vllm_config(self.config):
-            self.runner.capture_model()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float = 1.0
@@ -166,55 +115,18 @@ class Engine:
 
         Steps are enqueued ahead of the device, so that the mean is the step's time.
         """
-        from vllm import SamplingParams
 
-        engine = self.llm.llm_engine
-        total = num_warm + num_steps + 4
-        params = SamplingParams(
-            temperature=0.0, max_tokens=total, ignore_eos=True, detokenize=False
+        def end() -> None:
+            synchronize()
+            self.counts = self.sums() if self.has_slots else {}
+
+        def begin() -> None:
+            synchronize()
+            self.reset_stats()
+
+        return decode_steps(
+            self.llm.llm_engine, batch, num_warm, num_steps, prompt_tokens, begin=begin, end=end
         )
-        for row in range(batch):
-            prompt = [(7 * row + 3 * i) % 200 + 5 for i in range(prompt_tokens)]
-            engine.add_request(f"{time.monotonic_ns()}-{row}", {"prompt_token_ids": prompt}, params)
-        taken: list[float] = []
-        step = 0
-        while engine.has_unfinished_requests():
-            if step == num_warm + 2:
-                synchronize()
-                self.reset_stats()
-            start = time.perf_counter()
-            engine.step()
-            if num_warm + 2 <= step < num_warm + 2 + num_steps:
-                taken.append(1e3 * (time.perf_counter() - start))
-            if step == num_warm + 1 + num_steps:
-                synchronize()
-                self.counts = self.sums() if self.has_slots else {}
-            step += 1
-        return taken
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether experts come from a cache now."""
-        from hotexperts.integrations.vllm import hooks
-
-        return bool(hooks._alive()) and not self._resident
-
-    def sums(self) -> dict[str, int]:
-        """Counters of all layers together."""
-        found: dict[str, int] = {}
-        for counts in self.caches.stats().values():
-            for name, value in counts.items():
-                found[name] = found.get(name, 0) + value
-        return found
-
-    def reset_stats(self) -> None:
-        """Count from here on."""
-        for layer in self.caches.layers.values() if self.has_slots else ():
-            layer.provider.reset_stats()
-
-    def peak_gpu_gb(self) -> float:
-        """The most that tensors took at once, load and graphs included."""
-        return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
     def timed_prefill(self, num_tokens: int) -> float:
         """Milliseconds from a prompt to its first token."""
@@ -229,78 +141,65 @@ class Engine:
         return 1e3 * (time.perf_counter() - start)
 
 
-class Replay:
-    """Makes the routers answer with given ids, inside CUDA graphs too.
+def decode_steps(
+    engine: Any,
+    batch: int,
+    num_warm: int,
+    num_steps: int,
+    prompt_tokens: int = 64,
+    *,
+    begin: Callable[[], Any],
+    end: Callable[[], Any],
+) -> list[float]:
+    """Milliseconds of each step of an `LLMEngine` after the warm ones.
 
     Args:
-        engine: before it captures the graphs that are to be measured.
-        ids: uint8 or int32 `[steps, layers, rows, K]`; row r of a decode step reads row r.
+        engine: with its scheduler in this process.
+        batch: sequences at once.
+        num_warm: steps before.
+        num_steps: steps that are timed.
+        prompt_tokens: of each sequence.
+        begin: called before the timed steps, to wait for the device and count from there.
+        end: called after them, likewise.
     """
+    from vllm import SamplingParams
 
-    def __init__(self, engine: Engine, ids: torch.Tensor) -> None:
-        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-
-        num_layers, top_k = ids.shape[1], ids.shape[3]
-        most = ENGINE["max_num_batched_tokens"]
-        device = engine.runner.device
-        self._num_experts = engine.shape["num_experts"]
-        self._ids = ids.int().to(device)
-        self._shown = torch.zeros(num_layers, most, top_k, dtype=torch.int32, device=device)
-        self.step = 0
-        self._prefill: torch.Tensor | None = None
-        layers = engine.config.compilation_config.static_forward_context
-        moe = [layer for layer in layers.values() if hasattr(layer, "router")]
-        number_of = {id(layer.router): i for i, layer in enumerate(moe)}
-        select = BaseRouter._select_experts
-
-        def replayed(router: Any, *args: Any, **kwargs: Any) -> Any:
-            weights, found = select(router, *args, **kwargs)
-            found.copy_(self._shown[number_of[id(router)], : found.shape[0]])
-            return weights, found
-
-        BaseRouter._select_experts = replayed
-        execute = engine.runner.execute_model
-
-        def shown(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._show(scheduler_output.total_num_scheduled_tokens)
-            return execute(scheduler_output, *args, **kwargs)
-
-        engine.runner.execute_model = shown
-        self.show_random(0)
-
-    def show_random(self, seed: int) -> None:
-        """What prefills see: every expert equally often, no expert twice for one token."""
-        num_layers, most, top_k = self._shown.shape
-        device = self._shown.device
-        generator = torch.Generator(device).manual_seed(seed)
-        shape = (num_layers, most, self._num_experts)
-        scores = torch.rand(shape, generator=generator, device=device)
-        self._prefill = scores.topk(top_k).indices.int()
-        self._shown.copy_(self._prefill)
-
-    def _show(self, num_tokens: int) -> None:
-        rows = self._ids.shape[2]
-        if num_tokens <= rows:
-            now = self._ids[self.step % len(self._ids)]
-            self._shown[:, :num_tokens].copy_(now[:, :num_tokens])
-            self.step += 1
-        elif self._prefill is not None:
-            self._shown.copy_(self._prefill)
+    total = num_warm + num_steps + 4
+    params = SamplingParams(temperature=0.0, max_tokens=total, ignore_eos=True, detokenize=False)
+    for row in range(batch):
+        prompt = [(7 * row + 3 * i) % 200 + 5 for i in range(prompt_tokens)]
+        engine.add_request(f"{time.monotonic_ns()}-{row}", {"prompt_token_ids": prompt}, params)
+    taken: list[float] = []
+    step = 0
+    while engine.has_unfinished_requests():
+        if step == num_warm + 2:
+            begin()
+        start = time.perf_counter()
+        engine.step()
+        if num_warm + 2 <= step < num_warm + 2 + num_steps:
+            taken.append(1e3 * (time.perf_counter() - start))
+        if step == num_warm + 1 + num_steps:
+            end()
+        step += 1
+    return taken
 
 
 def _chosen(tokens: Sequence[int], logprobs: Sequence[Any]) -> list[float]:
     return [among[token].logprob for token, among in zip(tokens, logprobs, strict=True)]
 
 
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Inside, `load_format="dummy"` draws weights that make experts matter.
+    """Inside, vLLM draws as `draw_weights` has it."""
+    stop = draw_weights()
+    try:
+        yield
+    finally:
+        stop()
+
+
+def draw_weights() -> Callable[[], None]:
+    """Let `load_format="dummy"` draw weights that make experts matter; returns what ends it.
 
     vLLM's own are so small that no error in an expert would be seen, and would take minutes for
     experts that are created on the host: those are drawn when the device has their layer.
@@ -323,13 +222,13 @@ def random_weights() -> Iterator[None]:
                     _draw(f"{module.layer_name}.{name}", tensor.data)
             yield found
 
-    DummyModelLoader.load_weights = draw_all
-    utils.device_loading_context = loading_and_drawing
-    try:
-        yield
-    finally:
+    def stop() -> None:
         DummyModelLoader.load_weights = load
         utils.device_loading_context = loading
+
+    DummyModelLoader.load_weights = draw_all
+    utils.device_loading_context = loading_and_drawing
+    return stop
 
 
 @torch.no_grad()

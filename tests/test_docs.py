@@ -1,24 +1,25 @@
-"""The Python blocks of the documents run, commands and files exist, the models are the zoo's."""
+"""The documents' Python and commands run, options and files exist, the models are the zoo's."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import typer
 
-from hotexperts.cli.main import app
+import pages
+import parallel_page
+from hotexperts.cli.main import app, main
+from readme_tables import filled
 
 ROOT = Path(__file__).parent.parent
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
-POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
-SERVING, BENCH = ROOT / "docs/serving.md", ROOT / "docs/bench.md"
-CLAIMS = ROOT / "docs/claims.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS)
+README, MODELS, TRACES = ROOT / "README.md", ROOT / "docs/models.md", ROOT / "docs/traces.md"
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")])
+DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", *PAGES)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -30,6 +31,7 @@ HOMES = (  # what names of files may be relative to
     PACKAGE / "integrations/vllm",
     PACKAGE / "serve",
     ROOT / "docs",
+    ROOT / "docs/api",
     ROOT / "bench/results",
 )
 needs_transformers = pytest.mark.skipif(
@@ -37,14 +39,19 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def blocks(language: str) -> list[str]:
-    text = README.read_text() + TRACES.read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+def blocks(language: str) -> dict[str, str]:
+    """Those of all documents, by document and first line."""
+    return {
+        f"{document.name}: {block.split(chr(10))[0][:50]}": block
+        for document in DOCUMENTS
+        for block in re.findall(rf"```{language}\n(.*?)```", document.read_text(), flags=re.DOTALL)
+        if "base_url" not in block  # needs a server: tests/cli/test_serve.py
+    }
 
 
 @pytest.mark.transformers
 @needs_transformers
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split("\n")[0])
+@pytest.mark.parametrize("block", blocks("python").values(), ids=blocks("python"))
 def test_python_blocks_run(
     block: str,
     capsys: pytest.CaptureFixture[str],
@@ -52,8 +59,25 @@ def test_python_blocks_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, str(README), "exec"), {})
+    exec(compile(block, str(README), "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.transformers
+@needs_transformers
+@pytest.mark.parametrize("block", blocks("console").values(), ids=blocks("console"))
+def test_commands_run(
+    block: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^\$ hotexperts (.*)$", block, flags=re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.strip(), command
 
 
 def test_every_option_in_the_documents_exists() -> None:
@@ -115,22 +139,10 @@ def test_speeds_of_replays_are_those_of_the_result() -> None:
 
 
 def test_tables_and_headlines_are_those_of_the_results() -> None:
-    path = ROOT / "tools/readme_tables.py"
-    spec = importlib.util.spec_from_file_location("readme_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    made = {
-        "decode": tables.decode_table(),
-        "device": tables.device_table(),
-        "prefill": tables.prefill_table(),
-        "vllm": tables.vllm_table(),
-        "load": tables.load_table(),
-    }
-    readme, policies = README.read_text(), POLICIES.read_text()
-    assert tables.filled(readme, made) == readme
-    assert tables.filled(policies, {"policies": tables.policy_tables()}) == policies
+    readme = README.read_text()
+    for name, contents in pages.blocks().items():
+        page = (ROOT / name).read_text()
+        assert filled(page, contents) == page, "run python tools/pages.py"
     head = " ".join(readme.split("## Try it")[0].split())
     decode = json.loads((ROOT / "bench/results/device-decode.json").read_text())["cases"]
     vllm = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())["cases"]
@@ -141,3 +153,44 @@ def test_tables_and_headlines_are_those_of_the_results() -> None:
         f"offload takes {vllm['uva']['runs']['uva, batch 1']['ms']:.1f}",
     ):
         assert said in head
+
+
+def test_what_two_gpus_took_becomes_tables() -> None:
+    name = "25.0% of slots, batch 1"
+    ranks = [{"load_seconds": 20.4, "host": 14_500_000_000, "slots": 3_600_000_000}] * 2
+    stalls = {
+        "spread_us": {"median": 1.25, "p90": 30.0},
+        "spread_after_attention_us": {"median": 0.5, "p90": 2.0},
+        "departures_differ_us": {"p90": 0.8},
+        "uneven_ms": 0.4,
+        "uneven_ms_from_bytes": 0.35,
+    }
+    run = {"ms": 5.4, "hit_rate": 0.807, "missed_gb_by_rank": [0.17, 0.174], "times_one_gpu": 1.744}
+    rates = {"alone": 54.2, "together": 27.1}
+    made = parallel_page.content(
+        {
+            "command": "python bench/two_gpu.py",
+            "machine": {"commit": "0123456789", "date": "2026-11-30T12:00:00"},
+            "two_of_one": {"tp": {"start": 1.1, "load": 0.5, "host": 1.0}},
+            "cases": {
+                "link": {"gpus": [{"gpu": 0, "gb_s": {"copy_": rates}}]},
+                "one": {"failed": 1},
+                "tp": {
+                    "start_seconds": 66.2,
+                    "ranks": ranks,
+                    "runs": {name: run | {"stamped_ms": 5.6, "stalls": stalls}},
+                    "left_out": ["12.5% of slots, batch 1"],
+                },
+            },
+        }
+    )
+    for line in (
+        "`python bench/two_gpu.py`, commit 0123456, 2026-11-30.",
+        "| GPU 0, copy engine | 54.2 | 27.1 |",
+        "| tensor parallel | 66 s (1.10x) | 20 s (0.50x) | 29.00 GB (1.00x) | 3.60 GB |",
+        f"| {name} | 5.40 ms (1.74x, 80.7 % hits, 0.174 GB a rank) |",
+        f"| tensor parallel, {name} | 1.2, 30.0 us | 0.5, 2.0 us | 0.40 of 5.60 ms | 0.35 ms "
+        "| 0.8 us |",
+        "Not run: one GPU; expert parallel; tensor parallel, 12.5% of slots, batch 1.",
+    ):
+        assert line in made.split("\n"), line

@@ -1,4 +1,4 @@
-"""Fills the README's figures from `bench/results/` and its examples from real runs.
+"""Fills the examples of README.md and docs/bench.md from real runs.
 
     make test 2>&1 | tee /tmp/test.log
     python tools/readme_tables.py --test-log /tmp/test.log
@@ -10,12 +10,10 @@ the tests' block without `--test-log`.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
@@ -37,11 +35,6 @@ def main() -> None:
         "run": fenced(f'hotexperts {" ".join(RUN)} "{PROMPT}"', command([*RUN, PROMPT])),
         "verify": fenced("hotexperts verify", command(["verify"])),
         "python": plain(output([sys.executable, "-c", python_block(text)])),
-        "decode": decode_table(),
-        "device": device_table(),
-        "prefill": prefill_table(),
-        "load": load_table(),
-        "vllm": vllm_table(),
     }
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
@@ -49,8 +42,6 @@ def main() -> None:
     page = ROOT / "docs/bench.md"
     bench = fenced(f"hotexperts {' '.join(BENCH)}", command(BENCH))
     page.write_text(filled(page.read_text(), {"bench": bench}))
-    policies = ROOT / "docs/policies.md"
-    policies.write_text(filled(policies.read_text(), {"policies": policy_tables()}))
 
 
 def filled(text: str, contents: dict[str, str]) -> str:
@@ -101,125 +92,6 @@ def test_summary(log: str) -> str:
     if not found or " passed" not in found[-1] or re.search(r"failed|error", found[-1]):
         raise SystemExit("the test log does not end with passed tests: run them again")
     return "\n".join(found)
-
-
-def decode_table() -> str:
-    results = json.loads((ROOT / "bench/results/core-decode.json").read_text())
-    lines = [
-        "| case | tokens/s (lowest, highest) | slots a layer | hit rate | peak GPU memory |",
-        "|---|---|---|---|---|",
-    ]
-    for case, row in results["cases"].items():
-        speed = row["tokens_per_s"]
-        lines.append(
-            f"| {case} | {speed['median']:.2f} ({speed['min']:.2f}, {speed['max']:.2f}) "
-            f"| {row.get('capacity', '')} | {percent(row.get('hit_rate'))} "
-            f"| {row['peak_gpu_bytes'] / 2**30:.2f} GiB |"
-        )
-    return "\n".join(lines)
-
-
-def device_table() -> str:
-    results = json.loads((ROOT / "bench/results/device-decode.json").read_text())
-    lines = [
-        "| case | tokens/s | ms a step (mean) | slots a layer | hit rate |",
-        "|---|---|---|---|---|",
-    ]
-    for case, row in results["cases"].items():
-        mean = f"{row['step_ms_mean']:.2f}" if "step_ms_mean" in row else ""
-        speed = row["tokens_per_s"]
-        speed = speed["median"] if isinstance(speed, dict) else speed
-        lines.append(
-            f"| {case} | {speed:.{1 if speed >= 10 else 2}f} | {mean} | {row.get('capacity', '')} "
-            f"| {percent(row.get('hit_rate'))} |"
-        )
-    return "\n".join(lines)
-
-
-def prefill_table() -> str:
-    results = json.loads((ROOT / "bench/results/device-prefill.json").read_text())
-    names = {
-        "resident": "every expert on the GPU",
-        "all": "64 slots a layer, all hit",
-        "quarter-adv": "16 slots a layer",
-    }
-    lines = ["| | 512 tokens | 2048 | 8192 |", "|---|---|---|---|"]
-    for case, row in results["cases"].items():
-        cells = []
-        for found in row["prefill"].values():
-            part = f" ({percent(found['part_of_link'])} of the link)" if found["gb_s"] else ""
-            cells.append(f"{found['ms']['median']:.0f} ms{part}")
-        lines.append(f"| {names[case]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def load_table() -> str:
-    results = json.loads((ROOT / "bench/results/core-load.json").read_text())
-    names = {
-        "transformers": "Transformers alone",
-        "file": "experts left in the file",
-        "ram": "experts copied into memory",
-    }
-    lines = ["| way | seconds | memory |", "|---|---|---|"]
-    for way, row in results["ways"].items():
-        seconds, memory = row["seconds"]["median"], row["over_torch"] / 1e9
-        lines.append(f"| {names[way]} | {seconds:.2f} | {memory:.2f} GB |")
-    return "\n".join(lines)
-
-
-def vllm_table() -> str:
-    """A step of each batch in the engine without a cache, in the one with it, and offloaded."""
-    results = json.loads((ROOT / "bench/results/vllm-decode.json").read_text())
-    ways = {
-        "stock vLLM, every expert on the GPU": ("stock", "stock"),
-        "the same in the engine below": ("cache", "resident"),
-        "128 slots (all)": ("cache", "128 slots"),
-        "96 slots": ("cache", "96 slots"),
-        "64 slots": ("cache", "64 slots"),
-        "32 slots": ("cache", "32 slots"),
-        "16 slots": ("cache", "16 slots"),
-        "vLLM's UVA offload of experts": ("uva", "uva"),
-        "32 slots, host-managed LRU without graphs": ("eager", "eager host, 32 slots"),
-    }
-    lines = ["| | batch 1 | batch 8 | batch 32 | prefill |", "|---|---|---|---|---|"]
-    for name, (case, way) in ways.items():
-        runs = results["cases"][case]["runs"]
-        columns = ("batch 1", "batch 8", "batch 32", "prefill")
-        cells = [vllm_cell(runs.get(f"{way}, {column}")) for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def policy_tables() -> str:
-    """A table a trace, policies by their mean, bounds last; the best of each column in bold."""
-    results = json.loads((ROOT / "bench/results/policies.json").read_text())
-    tables = []
-    for trace, columns in results["hit_rates"].items():
-        bounds = ("belady-atomic", "belady")
-        names = [name for name in next(iter(columns.values())) if name not in bounds]
-        names.sort(key=lambda name: -sum(column[name] for column in columns.values()))
-        lines = [f"| {trace} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-        best = {title: max(column[n] for n in names) for title, column in columns.items()}
-        for name in (*names, *bounds):
-            cells = []
-            for title, column in columns.items():
-                shown = f"{100 * column[name]:.1f}"
-                is_best = name in names and shown == f"{100 * best[title]:.1f}"
-                cells.append(f"**{shown}**" if is_best else shown)
-            lines.append(f"| `{name}` | {' | '.join(cells)} |")
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
-
-
-def vllm_cell(run: dict[str, Any] | None) -> str:
-    if run is None:
-        return ""
-    is_partial = run.get("hit_rate", 1) < 0.999
-    return f"{run['ms']:.1f} ms" + (f" ({percent(run['hit_rate'])} hits)" if is_partial else "")
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
 
 
 if __name__ == "__main__":

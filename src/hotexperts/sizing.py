@@ -10,6 +10,7 @@ from hotexperts.errors import ConfigError
 
 RESERVE = 0.05  # of the budget, for allocator fragments and what nobody foresees
 DEFAULT_BANK_ROWS = 8
+MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,21 @@ def test_a_stream_comes_in_pieces_and_ends_with_the_mark(
         assert answer.read().endswith(b"}\n\ndata: [DONE]\n\n")
 
 
+def test_the_example_of_the_documentation_works(
+    server: Server, cli: Cli, said: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    told = {"http://127.0.0.1:8000": server.url, '"any"': repr(KEY), "hotexperts-demo": NAME}
+    for shown, ours in told.items():
+        assert shown in example
+        example = example.replace(shown, ours)
+    expected = said(cli, PROMPT)
+    capfd.readouterr()
+    exec(example, {})
+    assert capfd.readouterr().out == expected
+
+
 def test_streams_at_the_same_time_do_not_mix(server: Server, cli: Cli, said: Any) -> None:
     prompts = [PROMPT, "import os", "class Cache:"]
     client = server.client()

@@ -1,4 +1,4 @@
-"""What vLLM for CPUs lacks with several ranks, and a fault; called on each by `collective_rpc`."""
+"""Asked of each rank by `collective_rpc`: what vLLM for CPUs lacks, a fault, its graphs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ class ManyRanks:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def num_graphs(self) -> int:
+        """Graphs of whole steps that this worker has captured."""
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        return sum(len(w.concrete_cudagraph_entries) for w in CUDAGraphWrapper._all_instances)
 
     def disturb(self, rank: int) -> None:
         """One rank's first layer forgets what the others have in their slots."""

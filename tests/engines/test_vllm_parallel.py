@@ -99,6 +99,10 @@ class Ranks:
             return generate(self.llm, PROMPTS)
         return [tokens for prompt in PROMPTS for tokens in generate(self.llm, [prompt])]
 
+    def has_graphs(self) -> bool:
+        """Whether steps ran as they should: in CUDA graphs, which CPUs do not have."""
+        return self._is_on_cpu or all(num > 0 for num in self.llm.collective_rpc("num_graphs"))
+
     def stats(self) -> list[dict[str, dict[str, int]]]:
         """Each rank's counters: a layer's by its name."""
         return [models[0] for models in self.llm.collective_rpc("expert_cache_stats")]
@@ -125,12 +129,14 @@ def test_two_ranks_cache_their_own_shards(
     """Tensor parallel: each rank has half of every expert; both decide alike, which is watched."""
     stock = Ranks(checkpoint("qwen3"), two, tensor_parallel_size=2)
     expected = stock.generate()
+    assert stock.has_graphs()
     assert stock.llm.collective_rpc("expert_cache_stats") == [[], []]
     stock.close()
     more = {"check_ranks": True, "trace": str(tmp_path / "routing.npz")}
     cache = {"moe_expert_cache_size": 6, "moe_expert_cache_options": more}
     ranks = Ranks(checkpoint("qwen3"), two, tensor_parallel_size=2, **cache)
     assert ranks.generate() == expected
+    assert ranks.has_graphs()
     first, second = ranks.stats()
     assert first == second
     assert all(layer["evictions"] > 0 for layer in first.values())
@@ -157,6 +163,7 @@ def test_two_ranks_cache_their_own_experts(checkpoint: Checkpoint, two: Any) -> 
     stock.close()
     ranks = Ranks(checkpoint("qwen3"), two, moe_expert_cache_size=3, **how)
     assert ranks.generate() == expected
+    assert ranks.has_graphs()
     stats = ranks.stats()
     ranks.close()
     assert all(layer["evictions"] > 0 for rank in stats for layer in rank.values())

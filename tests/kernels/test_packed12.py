@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotexperts.cache import CPUBackingStore, packed_store
-from hotexperts.cache.packed_store import PackedBackingStore
+from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
 from hotexperts.errors import ConfigError, UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import packed12
@@ -110,6 +110,12 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
         packed = [packing is not None for packing in store.form.packings]
         assert packed == [True, True, False, False, False, False, False, True]
         assert store.host_nbytes == 5 * store.form.row_nbytes
+        share = store.host_nbytes / plain.host_nbytes
+        assert describe_packing([store, plain]) == (
+            f"packed12: {share:.2f} of the bytes, small plain in 1 of 1 layers, many plain in 1 of "
+            "1 layers"
+        )
+        assert describe_packing([plain]) == ""
         for expert in range(5):
             found = [torch.full_like(tensor[0], 7) for tensor in tensors.values()]
             store.copy_into(expert, found)

@@ -11,42 +11,13 @@ from typing import Any
 
 import pytest
 
+from header_checkpoint import CONFIG, EXPERT_NBYTES, save
 from hotexperts.cli.main import main
 from hotexperts.errors import CheckpointError, ConfigError, UnsupportedModelError
-from hotexperts.plan.forecast import forecast, misses, step
+from hotexperts.plan.forecast import forecast, step
 from hotexperts.plan.machine import by_name
 from hotexperts.plan.model import read_facts
-
-CONFIG = {
-    "num_hidden_layers": 2,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_size": 128,
-}
-EXPERT_NBYTES = 3 * 4_000_000
-
-
-def save(folder: Path, config: dict[str, Any] = CONFIG, *, experts: int = 64) -> Path:
-    """A checkpoint of headers alone: nobody reads more."""
-    tensors = {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.gate.weight": 1_000}
-    for layer in range(2):
-        for expert in range(experts):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-                tensors[key] = EXPERT_NBYTES // 3
-        tensors[f"model.layers.{layer}.mlp.shared_experts.up_proj.weight"] = 2_000
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for key, nbytes in tensors.items():
-        header[key] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [at, at + nbytes]}  # type: ignore[dict-item]
-        at += nbytes
-    encoded = json.dumps(header).encode()
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
-    return folder
+from hotexperts.plan.split import demand
 
 
 def index(folder: Path, weight_map: Any) -> None:
@@ -165,10 +136,10 @@ def test_the_parts_fit_the_budget_and_the_worst_is_no_better_than_the_best(tmp_p
 
 
 def test_misses_come_from_a_replay() -> None:
-    demanded, missed = misses(64, 8, 16, 1)
-    assert demanded == 8
-    assert 0 < missed < misses(64, 8, 8, 1)[1]
-    assert misses(64, 8, 16, 8)[0] > 20
+    found = demand(64, 8, 16, 1)
+    assert found.demanded == 8
+    assert 0 < found.missed == found.mean_missed < demand(64, 8, 8, 1).missed
+    assert demand(64, 8, 16, 8).demanded > 20
 
 
 def test_gpus_go_by_the_names_that_people_use() -> None:

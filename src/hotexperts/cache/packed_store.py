@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -215,3 +216,23 @@ def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full
     if cache.packing == AUTO:
         return mode.mode == "device" and device.type == "cuda" and not is_full
     return cache.packing == "packed12"
+
+
+def describe_packing(stores: Sequence[ExpertStore]) -> str:
+    """What packing came to, for a report: "packed12: 0.75 of the bytes"; empty without any.
+
+    bf16 tensors that stayed plain are named.
+    """
+    packed = [store for store in stores if isinstance(store, PackedBackingStore)]
+    if not packed:
+        return ""
+    plain_nbytes = sum(store.num_experts * store.layout.row_nbytes for store in packed)
+    share = sum(store.host_nbytes for store in packed) / plain_nbytes
+    stayed = Counter(
+        spec.name
+        for store in packed
+        for spec, packing in zip(store.layout.specs, store.form.packings, strict=True)
+        if packing is None and spec.dtype == torch.bfloat16 and spec.nbytes
+    )
+    plain = [f", {name} plain in {count} of {len(packed)} layers" for name, count in stayed.items()]
+    return f"packed12: {share:.2f} of the bytes" + "".join(plain)

@@ -16,11 +16,10 @@ from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError
 from hotexperts.residency import NOWHERE
-from hotexperts.sizing import bank_rows
+from hotexperts.sizing import MIN_DEMAND_TO_BYPASS, bank_rows
 from hotexperts.stats import CacheStats
 
 _layers = itertools.count()
-MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
 
 
 class StreamingProvider(ExpertWeightProvider):

@@ -191,6 +191,7 @@ class Session:
                 "policy": cache.policy,
                 "store": cache.store,
                 "packing": cache.packing,
+                "packing_report": cache.packing_report,
                 "mode": cache.mode,
                 "mode_reason": cache.mode_reason,
                 "reason": cache.reason,

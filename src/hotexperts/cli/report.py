@@ -159,7 +159,8 @@ def _device_memory(memory: Data) -> str:
 
 def _host_memory(data: Data) -> str:
     memory, seconds = data["memory"], data["seconds"]["load"]
-    packed = ", packed" if data["cache"]["packing"] == "packed12" else ""
+    report = data["cache"]["packing_report"]
+    packed = f", {report}" if report else ""
     where = (
         f"{format_bytes(memory['host_nbytes'])} of experts in host memory{packed}"
         if data["cache"]["store"] == "ram"

@@ -15,6 +15,7 @@ from hotexperts.sizing import LayerShape
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.", re.ASCII)
 _IS_EXPERT = re.compile(r"\.experts\.|\.block_sparse_moe\.(?:in|out)put_linear\.")
 _EXPERT = re.compile(r"\.experts\.(\d{1,6})\.", re.ASCII)
@@ -36,6 +37,10 @@ class ModelFacts:
         num_layers: layers with attention.
         is_quantised: the experts are stored in fewer than 16 bits.
         max_positions: tokens that a sequence may have; None: the configuration does not say.
+        num_heads: of attention; 0: the configuration does not say.
+        kv_parts: into how many parts ranks can divide keys and values.
+        expert_width: columns of an expert's first matrices; 0: the configuration does not say.
+        expert_width_multiple: that a part of them must be, for the scales of its blocks.
     """
 
     name: str
@@ -46,6 +51,10 @@ class ModelFacts:
     num_layers: int
     is_quantised: bool
     max_positions: int | None = None
+    num_heads: int = 0
+    kv_parts: int = 1
+    expert_width: int = 0
+    expert_width_multiple: int = 1
 
 
 def read_facts(folder: Path) -> ModelFacts:
@@ -81,6 +90,10 @@ def read_facts(folder: Path) -> ModelFacts:
         num_layers=config.count("num_hidden_layers"),
         is_quantised="quantization_config" in config.values,
         max_positions=config.first(("max_position_embeddings",)),
+        num_heads=config.first(("num_attention_heads",)) or 0,
+        kv_parts=_kv_parts(config),
+        expert_width=config.first(_EXPERT_WIDTH) or 0,
+        expert_width_multiple=_block_columns(config),
     )
 
 
@@ -205,6 +218,23 @@ def _shape(layer_nbytes: int, num_experts: int, top_k: int) -> LayerShape:
     row = -(-layer_nbytes // num_experts)
     aligned = -(-row // _ROW_ALIGNMENT_BYTES) * _ROW_ALIGNMENT_BYTES
     return LayerShape(num_experts, top_k, aligned)
+
+
+def _block_columns(config: _Config) -> int:
+    """Columns that share a scale of fp8 in blocks; 1 of other weights."""
+    quantisation = config.values.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    found = block[0] if isinstance(block, list) and block else 1
+    if type(found) is not int or found < 1:
+        raise CheckpointError(f"{config.path}: weight_block_size is {block!r:.60}: no counts")
+    return found
+
+
+def _kv_parts(config: _Config) -> int:
+    """Heads of keys and values; one latent for all heads is every rank's."""
+    if config.first(("kv_lora_rank",)) is not None:
+        return 1
+    return config.first(("num_key_value_heads",)) or config.count("num_attention_heads")
 
 
 def _kv_nbytes(config: _Config) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hotexperts.cache import StreamBanks, warm_start
-from hotexperts.cache.packed_store import PackedBackingStore
+from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.observe.exporter import LOOPBACK, MetricsServer
 from hotexperts.stats import CacheStats, total
@@ -75,6 +75,11 @@ class ExpertCache:
         """How bf16 experts are kept: "packed12" where at least one layer packs some, or "none"."""
         packed = [p.store for p in self.providers if isinstance(p.store, PackedBackingStore)]
         return "packed12" if any(store.form.is_packed for store in packed) else "none"
+
+    @property
+    def packing_report(self) -> str:
+        """What packing came to; empty where nothing was to be packed."""
+        return describe_packing([provider.store for provider in self.providers])
 
     @property
     def expert_nbytes(self) -> int:

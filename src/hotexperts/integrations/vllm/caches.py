@@ -11,7 +11,7 @@ from torch import nn
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
-from hotexperts.cache.packed_store import PackedBackingStore, packs
+from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
@@ -169,6 +169,8 @@ class ModelCaches:
         if self._plan is None:
             return "expert cache: no MoE layers"
         memory = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory().items())
+        report = describe_packing(list(self._stores.values()))
+        memory += f" ({report})" if report else ""
         return (
             f"expert cache: {self._plan.reason}; {len(self.layers)} layers, policy "
             f"{self.options.cache.policy}; {memory}; {self._describe_waves()}"

@@ -1,0 +1,156 @@
+"""What to do about messages that do not say it themselves; each entry is one that is said."""
+
+from __future__ import annotations
+
+_CHECKPOINT = "download the checkpoint again, and give the folder of the model it belongs to"
+_REPORT = "it is a bug of hotexperts or of a policy of yours: please report it"
+_ROUTING = "record without what is refused, or another model"
+_TRACE = "make the file anew as [the format](traces.md#files-that-read_trace-takes) has it"
+_REQUEST = "send what [the server answers](serving.md#what-is-answered)"
+_AREAS_OF_FILES = "run the command that wrote it again with `--json`, and give its output whole"
+
+MODULES = {  # for what else a module says
+    "fields": _AREAS_OF_FILES,
+    "integrations.transformers.checkpoint": _CHECKPOINT,
+    "integrations.transformers.recording": _ROUTING,
+    "integrations.transformers.sources": _CHECKPOINT,
+    "kernels.plan.layout": "delete the file of the state, or name another",
+    "plan.model": "give the folder of a whole checkpoint: `config.json` and its .safetensors files",
+    "residency": "delete the file of the state, or name another",
+    "serve.app": _REQUEST,
+    "serve.chat": _REQUEST,
+    "serve.requests": _REQUEST,
+    "simulate.arrays": _TRACE,
+    "simulate.files": _TRACE,
+    "simulate.lines": _TRACE,
+    "simulate.trace": _TRACE,
+}
+MESSAGES = {
+    "--traces <place>: no such file or folder": "give one that exists",
+    "expert id <demand> in a layer of <num_experts> experts: ids go from 0 to <num_experts>": (
+        "give ids of this layer"
+    ),
+    "the slots of experts and the experts of slots disagree": (
+        "delete the file of the state, or name another"
+    ),
+    "cache_mode 'device' cannot work here, <cause>: <remedy>, or let the host manage the cache "
+    "(cache_mode='host')": (
+        "`auto` takes the host by itself: without a CUDA device or Triton, with a policy that has "
+        "no kernel, or tensors that are no multiple of 4 bytes"
+    ),
+    "expert <expert>, tensor <name>: the file has <shape>, the model wants <shape>": _CHECKPOINT,
+    "<path>: has no tensor <name>": _CHECKPOINT,
+    "<path>: tensor <name> has a header that cannot be understood (<error>)": _CHECKPOINT,
+    "<num_experts> experts of <row_nbytes> bytes: there is nothing to store": _CHECKPOINT,
+    "cannot write the cache's state to <path>: <strerror>": "make room, or name another file",
+    "cannot read <path>: <strerror>": "name a file that can be read",
+    "<path> has format <format>, and this version reads 1": (
+        "delete it: the cache begins cold and writes a new one"
+    ),
+    "<name> is not installed: pip install -e '.[<extra>]' in the source folder": (
+        "install the extra that it names"
+    ),
+    "<num_prompt_tokens> tokens of prompt and <new> new ones are more than the context of "
+    "<context>: <remedies>": "lower `--max-new-tokens`, or raise `--context`",
+    "<model>: no such folder": "give a folder that exists, or a hub id such as `org/model`",
+    "<path_or_id>: no such folder": "give a folder that exists, or a hub id such as `org/model`",
+    "<file>: unknown kind: the name ends in .json, .npz, .jsonl, .csv": (
+        "give a trace, or the JSON of a command"
+    ),
+    "--<name> is for a trace: <file> holds results": "leave it out",
+    "--vram <vram> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
+    "the text on stdin is not valid <encoding>": "give it in that encoding",
+    "<passed> after '--' is for vLLM, and <value> serves": (
+        "leave it out, or take `--engine vllm`"
+    ),
+    "--chat-template <path> is not valid UTF-8": "save it in that encoding",
+    "--chat-template: line <lineno>: <message>": "mend the template, which is Jinja",
+    "<path>: no tokenizer could be loaded<shown>: its files (tokenizer.json, "
+    "tokenizer_config.json) must be with the weights": "download these files too",
+    "<stopped>; what was recorded before is in <out>: <tokens> tokens, <layers> layers, <top_k> of "
+    "<num_experts> experts<guessed>": "see the first half of the line; the file is whole",
+    "expert_cache_size is <num_slots>: at least 1 slot a layer is needed": "give 1 or more",
+    "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
+    "with expert_store 'file'": "leave one of the two out",
+    "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
+    "with cache_mode 'host'": "leave one of the two out",
+    "tensor name <name> is not a public identifier": "name it as Python names attributes",
+    "tensor <name> has no expert dimension: a value shared by all experts stays with the model, it "
+    "is not part of a row": "leave it out of the experts' tensors",
+    "the first dimension must be the expert, but the sizes differ: <sizes>": (
+        "stack each tensor with the expert first"
+    ),
+    "the model has an expert cache already": "attach to a model once; load it again to change it",
+    "<wanted> loads no <model_type> model: from Python, load(auto_class=...) takes the class that "
+    "does, such as AutoModelForImageTextToText": "give that class; the commands load causal LMs",
+    "save_pretrained() of a model with an expert cache would write a checkpoint without its "
+    "experts: copy the original instead": "copy the original",
+    "push_to_hub() of a model with an expert cache would upload a checkpoint without its experts": (
+        "upload the original"
+    ),
+    "<parent>: cannot be read: <error>": _CHECKPOINT,
+    "device_map places the model on <str>: an expert cache needs one device, for example "
+    'device_map="cuda"': "give one device",
+    "state_dict does not work with an expert cache: experts are read from the checkpoint's files": (
+        "write the weights as a checkpoint, and load that"
+    ),
+    "quantization_config does not work with an expert cache: quantised experts do not fit its "
+    "slots; a checkpoint's own fp8 and mxfp4 are dequantised without being asked": (
+        "leave it out, or serve the quantised model [with vLLM](vllm.md)"
+    ),
+    "device <device>: this torch sees <device_count> CUDA devices": "give a lower number",
+    "<path_or_id>: no such folder here, and the hub cannot be reached to look for a model of that "
+    "name: <error>": "mend the path or the network; HF_HUB_OFFLINE=1 uses what was downloaded",
+    "<path_or_id>: quantised by <method>; an expert cache on Transformers loads plain weights and "
+    "fp8, mxfp4 checkpoints, which it dequantises": (
+        "take the plain checkpoint, or serve the quantised one [with vLLM](vllm.md)"
+    ),
+    "<path_or_id>: <number of names> <kind> tensors, first <names>: the checkpoint is incomplete, "
+    "or of another model": _CHECKPOINT,
+    "--moe-expert-cache-policy/--moe-expert-cache-size: <error>": (
+        "the rest of the line says what is wrong with that option"
+    ),
+    "--moe-expert-cache-options is no JSON (<error>): <given>": (
+        "quote it for the shell: `'{\"prefill_tokens\": 64}'`"
+    ),
+    "--enable-sleep-mode does not work with --moe-expert-cache-size: waking up would leave the "
+    "slots without their experts": "leave it off",
+    "--moe-expert-cache-options: state is <state>, in a folder that is not there": (
+        "make the folder"
+    ),
+    "--moe-expert-cache-options: trace: <error>": "name a file in a folder that can be written",
+    "<num_programs> programs: 'adv' needs <NUM_PLAYED>, one for each shadow": _REPORT,
+    "<url> answers with something else than metrics: <error>": (
+        "give the address that ends in /metrics"
+    ),
+    "policy <policy> cannot be saved: <class> must name in `history` what its `reset` makes": (
+        "add that to the class, or do without a warm start"
+    ),
+    "profile has <number of profile> values, give <num_experts>": "give one value an expert",
+    "cannot load <kind> <name>: <class>: <error>; the known ones are <names>": (
+        "mend `module:Class`, or take one of these"
+    ),
+    "--host <host>: no such address (<error>)": "give an address of this machine",
+    "the server failed: its log says why": (
+        "look there; if it is no fault of the request, report it"
+    ),
+    "the name <host> is not one of this server's": (
+        "ask by 127.0.0.1 or localhost, or start the server with `--api-key`"
+    ),
+    "there is no <path> here": _REQUEST,
+    "<path> takes POST/GET, not <method>": "use that method",
+    "the body must come with 'Content-Type: application/json'": "send that header",
+    "the body has more than <most_nbytes> bytes": "send less, or start with a larger `--max-body`",
+    "the body took more than 30 s": "send it faster",
+    "the body ended early": "send all of it",
+    "the server is ending": "try again when it is up",
+    "policy <name> has no score that layers can share: in pool 'global' give one of ewma, llru, "
+    "lru, or pool 'layer'": "take one of these",
+    "the trace has no decode tokens, and only these are counted": (
+        "record with `--max-new-tokens` above 1"
+    ),
+    "<path>: nothing was recorded, so nothing is written": "give a prompt of at least one token",
+    "arrays of shapes <given> a token, after tokens of <expected>": (
+        "append the same arrays for each token"
+    ),
+}
