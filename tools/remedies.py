@@ -14,6 +14,7 @@ MODULES = {  # for what else a module says
     "integrations.transformers.checkpoint": _CHECKPOINT,
     "integrations.transformers.recording": _ROUTING,
     "integrations.transformers.sources": _CHECKPOINT,
+    "kernels.plan.layout": "delete the file of the state, or name another",
     "plan.model": "give the folder of a whole checkpoint: `config.json` and its .safetensors files",
     "residency": "delete the file of the state, or name another",
     "serve.app": _REQUEST,
@@ -118,10 +119,7 @@ MESSAGES = {
         "make the folder"
     ),
     "--moe-expert-cache-options: trace: <error>": "name a file in a folder that can be written",
-    "<num_programs> programs: 'adv' needs <NUM_SHADOWS>, one for each shadow": _REPORT,
-    "<number of words> words of state, not <scratch> of 32 bits": (
-        "delete the file of the state, or name another"
-    ),
+    "<num_programs> programs: 'adv' needs <NUM_PLAYED>, one for each shadow": _REPORT,
     "<url> answers with something else than metrics: <error>": (
         "give the address that ends in /metrics"
     ),

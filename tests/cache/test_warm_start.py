@@ -98,13 +98,16 @@ def test_another_cache_is_refused_with_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda words: words[:-1], "words of state, not"),
-        (lambda words: [2**40, *words[1:]], "not .* of 32 bits"),
-        (lambda words: ["x", *words[1:]], "words of state, not .* of 32 bits"),
+        (lambda words: words[:-1], r"57 words of state, not the 58 of 'lru' here: another version"),
+        (lambda words: [2**40, *words[1:]], "not all of 58 words of state are of 32 bits"),
+        (lambda words: ["x", *words[1:]], "not all of 58 words of state are of"),
+        (lambda words: [5, *words[1:]], "uses before the first of 5 events, or after the last"),
+        (lambda words: [-1, *words[1:]], "uses before the first of -1 events, or after the last"),
+        (lambda words: [*words[:-2], -2, words[-1]], "uses before the first of 6 events"),
         (lambda words: [*words[:16], 3, 3, *words[18:]], "in slot 3 of 5, which is taken or none"),
         (lambda words: [*words[:16], 99, *words[17:]], "in slot 99 of 5"),
         (lambda words: [*words[:28], *[-1] * CAPACITY, *words[33:]], "disagree"),
-        (lambda words: None, "damaged"),
+        (lambda words: None, "cannot be restored"),
     ],
 )
 def test_a_damaged_file_leaves_an_empty_cache(change: Any, message: str, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
+import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks, guided
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
 from hotexperts.kernels.plan import DEVICE_POLICIES
@@ -153,9 +157,60 @@ def test_the_next_layers_first_experts_come_ahead(
         copied = now
 
 
+def test_what_comes_ahead_comes_as_its_own_layer_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers are packed each by itself: only kernels unpack, whoever's prefill asks them to."""
+    monkeypatch.setattr(guided, "ENGINE_MIN_NBYTES", 0)
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.randint(-(2**15), 2**15, (NUM_EXPERTS, 8192), generator=generator)
+    odd = odd.to(torch.int16)
+    even = torch.randn(NUM_EXPERTS, 8192, generator=generator).bfloat16().view(torch.int16)
+    weights = [odd, even, odd, even]
+    stores = [
+        PackedBackingStore.from_tensors(
+            {"w": w.view(torch.bfloat16)}, torch.device("cpu"), pin=DEVICE == "cuda"
+        )
+        for w in weights
+    ]
+    assert [store.form.is_packed for store in stores] == [False, True, False, True]
+    for store in stores[1::2]:
+        monkeypatch.setattr(store, "copy_into", None)
+    layers = in_a_row(stores)
+    everyone = torch.arange(NUM_EXPERTS, device=DEVICE).view(-1, 4)
+    for layer, wanted in zip(layers, weights, strict=True):
+        served = 0
+        for wave in layer.waves(everyone, prefill=True):
+            rows = wave.topk_ids.flatten().long()
+            found = wave.tensors.w[rows[rows >= 0]].cpu().view(torch.int16)
+            assert torch.equal(found, wanted[(rows >= 0).cpu()])
+            served += len(found)
+        assert served == NUM_EXPERTS
+        assert layer.stats.bytes_moved == 19 * layer.store.form.nbytes
+
+
+def test_nothing_holds_a_provider_that_is_dropped() -> None:
+    """Its slots are free at once, for example for larger ones."""
+    provider = DeviceWeightProvider(make_store(), 5, device=DEVICE)
+    everyone = torch.arange(NUM_EXPERTS, device=DEVICE).view(-1, 4)
+    read(provider, everyone, prefill=True)
+    is_there = weakref.ref(provider)
+    gc.disable()
+    try:
+        del provider
+        assert is_there() is None
+    finally:
+        gc.enable()
+
+
 def three_layers() -> list[DeviceWeightProvider]:
+    return in_a_row([make_store() for _ in range(3)])
+
+
+def in_a_row(
+    stores: Sequence[CPUBackingStore | PackedBackingStore],
+) -> list[DeviceWeightProvider]:
     """One after another over the same banks; the experts 19 to 23 are in their slots."""
-    stores = [make_store() for _ in range(3)]
     banks = StreamBanks(stores[0].layout, 8, torch.device(DEVICE))
     layers = [DeviceWeightProvider(s, 5, device=DEVICE, banks=banks) for s in stores]
     for this, following in itertools.pairwise(layers):

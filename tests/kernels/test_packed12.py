@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotexperts.cache import CPUBackingStore
+from hotexperts.cache import CPUBackingStore, packed_store
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
+from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packing
 
@@ -94,6 +96,7 @@ def make_tensors(num_experts: int = 5) -> dict[str, torch.Tensor]:
         "bias": torch.arange(1.0, num_experts + 1),
         "half": gaussian(num_experts, 34).half(),
         "nothing": torch.zeros(num_experts, 0, dtype=torch.bfloat16),
+        "turned": gaussian(num_experts, 128, 64).mT,
     }
 
 
@@ -105,7 +108,7 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
         PackedBackingStore.from_store(plain, CPU),
     ):
         packed = [packing is not None for packing in store.form.packings]
-        assert packed == [True, True, False, False, False, False, False]
+        assert packed == [True, True, False, False, False, False, False, True]
         assert store.host_nbytes == 5 * store.form.row_nbytes
         share = store.host_nbytes / plain.host_nbytes
         assert describe_packing([store, plain]) == (
@@ -118,6 +121,35 @@ def test_a_store_packs_what_pays_and_gives_every_row_back() -> None:
             store.copy_into(expert, found)
             for got, wanted in zip(found, tensors.values(), strict=True):
                 assert torch.equal(raw(got), raw(wanted[expert]))
+
+
+def test_one_number_an_expert_stays_as_it_is() -> None:
+    scale = gaussian(5)
+    store = PackedBackingStore.from_tensors({"w": gaussian(5, 8192), "scale": scale}, CPU)
+    assert [packing is not None for packing in store.form.packings] == [True, False]
+    found = [torch.empty(8192, dtype=torch.bfloat16), torch.empty((), dtype=torch.bfloat16)]
+    store.copy_into(3, found)
+    assert found[1] == scale[3]
+
+
+@pytest.mark.parametrize("shape", [(0, 8192), (3, 0)])
+def test_nothing_to_store_is_refused(shape: tuple[int, int]) -> None:
+    tensors = {"w": torch.zeros(shape, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedModelError, match=r"experts of .* there is nothing to store"):
+        PackedBackingStore.from_tensors(tensors, CPU)
+
+
+@pytest.mark.parametrize("place", ["_lay_out", "choose_packings", "allocate"])
+def test_a_gpu_without_room_to_pack_in_is_told_the_knob(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    plain = CPUBackingStore.from_tensors(make_tensors())
+    monkeypatch.setattr(ExpertLayout if place == "allocate" else packed_store, place, no_room)
+    with pytest.raises(ConfigError, match=r"packing takes .*: use expert_packing 'none'"):
+        PackedBackingStore.from_store(plain, CPU)
 
 
 def test_progress_is_told_for_every_expert() -> None:
@@ -153,6 +185,29 @@ def test_kernels_unpack_what_torch_packs(capacity: int) -> None:
     copies = provider.stats.bytes_moved / store.form.nbytes
     assert copies == int(copies)
     assert store.form.nbytes < sum(tensor[0].nbytes for tensor in tensors.values())
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("base", [-1, 0, 108, 240])
+def test_kernels_keep_an_exceptions_neighbour(base: int) -> None:
+    """A word holds two values, and nothing of one's code may reach the other."""
+    pytest.importorskip("triton")
+    from hotexperts.cache.device import DeviceWeightProvider
+
+    generator = torch.Generator().manual_seed(base)
+    ends = torch.tensor([(base + 1) << 7, (base + 15) << 7], dtype=torch.int32)  # of the window
+    numbers = ends.repeat(2, BLOCK_VALUES)
+    for first in (0, BLOCK_VALUES):  # no more in a block than there is room for
+        places = first + torch.randperm(BLOCK_VALUES, generator=generator)[: ROOMS[-1]]
+        numbers[:, places] = torch.randint(0, 2**16, (2, ROOMS[-1]), generator=generator).int()
+    tensor = from_bits(numbers)
+    store = PackedBackingStore.from_tensors({"w": tensor}, CPU, pin=DEVICE == "cuda")
+    assert [packing and packing.base for packing in store.form.packings] == [base]
+    found = DeviceWeightProvider(store, 2, device=DEVICE).prepare(
+        torch.tensor([[0, 1]], device=DEVICE)
+    )
+    rows = found.topk_ids.flatten().long()
+    assert torch.equal(bits(found.tensors.w[rows].cpu()), bits(tensor))
 
 
 @pytest.mark.interpret

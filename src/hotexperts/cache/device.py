@@ -95,7 +95,6 @@ class DeviceWeightProvider(StreamingProvider):
         self.passed = self.plan.view(self.kernel.state, "passed")
         self._waves_by_host = self._copies_by_host = 0
         self.banks = self._banks
-        self._guided = None if self.banks is None else GuidedPrefill(self)
         if self.banks is not None:
             self._fill = BankFill(
                 self.kernel,
@@ -104,6 +103,7 @@ class DeviceWeightProvider(StreamingProvider):
                 rows,
                 num_programs=num_programs,
             )
+            self.banks.lane.outlives(self._fill.used_ahead)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
         """Make every demanded expert resident and remap, enqueued on the current stream.
@@ -131,9 +131,11 @@ class DeviceWeightProvider(StreamingProvider):
         with self._turn.taken():
             num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
             if prefill and num_parts > 0 and self._host_may_wait():
-                assert self._guided is not None, "there are parts only where there are banks"
                 topk_ids = topk_ids.contiguous()
-                yield from self._guided.waves(topk_ids, self._event(topk_ids, evict=False))
+                # Made anew: kept, the two would refer to each other, and the slots' memory be free
+                # only when Python next looks for cycles.
+                guided = GuidedPrefill(self)
+                yield from guided.waves(topk_ids, self._event(topk_ids, evict=False))
                 return
             first = self._event(
                 topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed

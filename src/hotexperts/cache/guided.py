@@ -16,6 +16,7 @@ import torch
 
 from hotexperts.banks import NUM_BANKS, BankPart
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
+from hotexperts.cache.store import RowForm
 from hotexperts.types import Placement
 
 if TYPE_CHECKING:
@@ -42,8 +43,13 @@ class Seen:
     num_pairs: list[int]
 
 
+def goes_by_engine(form: RowForm) -> bool:
+    """Whether the copy engine brings such rows, or kernels do; each layer's may lie otherwise."""
+    return form.row_nbytes >= ENGINE_MIN_NBYTES * len(form.sizes) and not form.is_packed
+
+
 class GuidedPrefill:
-    """The waves of one layer's prefills.
+    """The waves of one prefill of a layer.
 
     Args:
         provider: the layer's; its banks are there.
@@ -53,9 +59,6 @@ class GuidedPrefill:
         assert provider.banks is not None, "whatever may pass by does so through banks"
         self._provider = provider
         self._banks = provider.banks
-        form = provider.store.form
-        is_large = form.row_nbytes >= ENGINE_MIN_NBYTES * len(form.sizes)
-        self._by_engine = is_large and not form.is_packed
 
     def waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult) -> Waves:
         """What came ahead, the slots while the banks fill, and the other parts.
@@ -115,7 +118,7 @@ class GuidedPrefill:
     ) -> None:
         """Copy a layer's experts, on the current stream."""
         banks, layer = self._banks, provider.layer
-        if self._by_engine:
+        if goes_by_engine(provider.store.form):
             banks.fill(bank, layer, provider.store, missing)
             provider.count_by_host(num_copies=len(missing))
         elif missing:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import HostBuffer
-from hotexperts.cache.store import ExpertStore, RowForm
+from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import AUTO, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
@@ -18,7 +19,8 @@ from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
 from hotexperts.kernels.gather import packed12
 from hotexperts.kernels.gather.packed12 import Packing
 
-CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once: it takes twelve times as much
+CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
+PEAK = 12  # times as much memory it takes
 Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
 
 
@@ -67,13 +69,8 @@ class PackedBackingStore:
         Raises:
             ConfigError: the device has no room for them.
         """
-        try:
+        with _fitting(source.num_experts * source.layout.nbytes):
             _, staged = source.layout.allocate(source.num_experts, device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"packing takes {format_bytes(source.num_experts * source.layout.nbytes)} of the "
-                "GPU while a layer is loaded, which it has not: use expert_packing 'none'"
-            ) from error
         for expert in range(source.num_experts):
             source.copy_into(expert, [tensor[expert] for tensor in staged])
             after_each(expert)
@@ -84,20 +81,29 @@ class PackedBackingStore:
     def from_tensors(
         cls, tensors: Mapping[str, torch.Tensor], device: torch.device, *, pin: bool = False
     ) -> PackedBackingStore:
-        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time."""
+        """Pack stacked tensors `[E, *shape]` on a device, a few experts at a time.
+
+        Raises:
+            UnsupportedModelError: a tensor without an expert dimension, sizes that differ, or
+                nothing to store.
+            ConfigError: the device has no room to pack in.
+        """
         layout, num_experts = ExpertLayout.of(tensors)
+        check_not_empty(layout, num_experts)
         step = max(1, CHUNK_NBYTES // layout.row_nbytes)
 
         def chunks() -> Iterator[Sequence[torch.Tensor]]:
             for first in range(0, num_experts, step):
                 yield [t[first : first + step].detach().to(device) for t in tensors.values()]
 
-        store = cls(layout, num_experts, _form(layout, choose_packings(layout, chunks)), pin=pin)
         first = 0
-        for part in chunks():
-            rows = store.rows[first : first + len(part[0])]
-            rows.copy_(_lay_out(store.form, part))
-            first += len(rows)
+        with _fitting(PEAK * min(step, num_experts) * layout.row_nbytes):
+            form = _form(layout, choose_packings(layout, chunks))
+            store = cls(layout, num_experts, form, pin=pin)
+            for part in chunks():
+                rows = store.rows[first : first + len(part[0])]
+                rows.copy_(_lay_out(store.form, part))
+                first += len(rows)
         return store
 
     @property
@@ -120,6 +126,18 @@ class PackedBackingStore:
                 target.copy_(found.view(target.shape))
 
 
+@contextmanager
+def _fitting(nbytes: int) -> Iterator[None]:
+    """Inside, so much of the device's memory is taken, or it is said what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"packing takes {format_bytes(nbytes)} of the GPU while a layer is loaded, which it "
+            "has not: use expert_packing 'none'"
+        ) from error
+
+
 def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | None, ...]:
     """For each tensor its packing, or None where it stays plain; reads the chunks twice."""
     is_bf16 = [spec.dtype == torch.bfloat16 and spec.nbytes > 0 for spec in layout.specs]
@@ -131,8 +149,7 @@ def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | Non
     most = dict.fromkeys(bases, 0)
     for tensors in chunks():
         for i, base in bases.items():
-            values = tensors[i].flatten(1)
-            most[i] = max(most[i], packed12.most_exceptions(values, base))
+            most[i] = max(most[i], packed12.most_exceptions(_flat(tensors[i]), base))
     return tuple(
         _packing_that_pays(spec.nbytes, bases[i], most[i]) if i in most else None
         for i, spec in enumerate(layout.specs)
@@ -168,10 +185,15 @@ def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     ):
         if size == 0:
             continue
-        flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+        flat = _flat(tensor)
         found = flat.contiguous() if packing is None else packed12.pack(flat, packing)
         rows[:, offset : offset + size] = found.view(torch.uint8)
     return rows
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`[n, *shape]` as `[n, numel]`; one number an expert has no shape."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
 def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:

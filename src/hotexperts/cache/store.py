@@ -91,10 +91,7 @@ class CPUBackingStore:
     """
 
     def __init__(self, layout: ExpertLayout, num_experts: int, *, pin: bool = False) -> None:
-        if num_experts < 1 or layout.row_nbytes < 1:
-            raise UnsupportedModelError(
-                f"{num_experts} experts of {layout.row_nbytes} bytes: there is nothing to store"
-            )
+        check_not_empty(layout, num_experts)
         self.layout = layout
         self.form = RowForm.plain(layout)
         self.num_experts = num_experts
@@ -157,6 +154,18 @@ class CPUBackingStore:
         """Copy one row, asynchronously where the store is page-locked."""
         for target, source in zip(tensors, self.tensors, strict=True):
             target.copy_(source[expert], non_blocking=self.is_pinned)
+
+
+def check_not_empty(layout: ExpertLayout, num_experts: int) -> None:
+    """Refuse what no store can hold.
+
+    Raises:
+        UnsupportedModelError: no experts, or experts of no bytes.
+    """
+    if num_experts < 1 or layout.row_nbytes < 1:
+        raise UnsupportedModelError(
+            f"{num_experts} experts of {layout.row_nbytes} bytes: there is nothing to store"
+        )
 
 
 def lay_out(layout: ExpertLayout, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:

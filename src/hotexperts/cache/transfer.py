@@ -40,12 +40,19 @@ class CopyLane:
         """Around one layer call: earlier compute, then its copies, then later compute.
 
         Earlier compute may still read what the copies overwrite. The order holds also where the
-        call breaks off. What was copied ahead for another call is not waited for.
+        call breaks off. One that ends well does not wait for what it copied ahead for the next.
         """
         self._last = self._before_ahead = None
         compute = self._compute_stream() if self._streams else None
         try:
             yield
+        except BaseException:
+            # An interrupt may have kept copies from being noted in `_last`.
+            if compute is not None and not torch.cuda.is_current_stream_capturing():
+                for stream in self._streams:
+                    compute.wait_stream(stream)
+                    self._compute_stream().wait_stream(stream)
+            raise
         finally:
             event = self._before_ahead or self._last
             self._last = self._before_ahead = None
@@ -91,7 +98,7 @@ class CopyLane:
             self._ahead.record(self._streams[bank])
 
     def outlives(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Memory that copies of this lane may still write to when the tensors are dropped."""
+        """Memory that copies of this lane may still use when the tensors are dropped."""
         for stream in self._streams:
             for tensor in tensors:
                 tensor.record_stream(stream)

@@ -60,7 +60,7 @@ def load(
         about: must be what it was.
 
     Raises:
-        CheckpointError: the file is no such file, or is damaged.
+        CheckpointError: the file is no such file, is damaged, or is another version's.
         ConfigError: it is of another model, policy, mode or capacity.
     """
     content = _read(Path(path))
@@ -91,7 +91,7 @@ def load(
             provider.reset()
         if isinstance(error, CheckpointError | ConfigError | KeyError | TypeError | ValueError):
             raise CheckpointError(
-                f"{path} is damaged ({error or type(error).__name__}): {_DELETE}"
+                f"{path} cannot be restored ({error or type(error).__name__}): {_DELETE}"
             ) from error
         raise
 

@@ -25,6 +25,10 @@ class BankFill:
         num_programs: programs that copy, beside those that compute.
         num_warps: warps of each.
         block_words: int32 words a program has on the way at once.
+
+    Attributes:
+        used_ahead: memory on the device that `rows` uses, which the layer's own calls may not wait
+            for.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class BankFill:
         self._rows = rows
         self._chosen_fills = torch.zeros(1, dtype=torch.int32, device=plan.state.device)
         self._bases = gather.bases(plan.state.device)
+        self.used_ahead = self._copies, self._chosen_fills, self._bases
         self._grid = (num_programs,)
         self._constants: dict[str, Any] = {
             "NUM_EXPERTS": layout.num_experts,

@@ -33,7 +33,9 @@ def unpack_tensor(source, target, base, num_words, i_program, num_programs, ROOM
             first = _value(signed, codes >> (8 * j), base)
             second = _value(signed >> 8, codes >> (8 * j + 4), base)
             o_out = begin + j * PLANE + o_word
-            tl.store(target + o_out, first | (second << 16), mask=o_out < num_words)
+            # An exception's first 16 bits are anything, and base -1 makes them reach beyond.
+            both = (first & 0xFFFF) | (second << 16)
+            tl.store(target + o_out, both, mask=o_out < num_words)
         tl.debug_barrier()  # what the block's exceptions go over is written
         o_half = 2 * begin + (kept >> 16)
         tl.store(halves + o_half, kept.to(tl.int16), mask=(kept >= 0) & (o_half < 2 * num_words))

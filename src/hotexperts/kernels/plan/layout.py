@@ -132,16 +132,23 @@ class PlanLayout:
         """A state that begins as `words`, another one's up to `scratch`, between two launches.
 
         Raises:
-            CheckpointError: too few or too many, or no int32.
+            CheckpointError: too few or too many, no int32, or a use that is yet to come.
         """
-        if len(words) != self.scratch or not all(
-            isinstance(word, int) and -(2**31) <= word < 2**31 for word in words
-        ):
-            raise CheckpointError(f"{len(words)} words of state, not {self.scratch} of 32 bits")
+        if len(words) != self.scratch:
+            raise CheckpointError(
+                f"{len(words)} words of state, not the {self.scratch} of {self.policy!r} here: "
+                "another version of hotexperts saved it, or it is cut"
+            )
+        if not all(isinstance(word, int) and -(2**31) <= word < 2**31 for word in words):
+            raise CheckpointError(f"not all of {len(words)} words of state are of 32 bits")
         state = self.fresh(torch.device("cpu"))
         state[: self.scratch] = torch.tensor(words, dtype=torch.int32)
         state[Scalar.ARRIVED] = 0
         self.view(state, "passed").fill_(NOWHERE)
+        if "last_use" in self.fields:  # from which kernels count back to an entry of a table
+            last_use, now = self.view(state, "last_use"), int(state[Scalar.CLOCK])
+            if int(last_use.min()) < NOWHERE or int(last_use.max()) >= max(0, now):
+                raise CheckpointError(f"uses before the first of {now} events, or after the last")
         return state
 
     def view(self, state: torch.Tensor, name: str) -> torch.Tensor:
