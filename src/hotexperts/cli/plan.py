@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from hotexperts.cli import console, options
+from hotexperts.cli import console, lists, options
+from hotexperts.cli.plan_report import Row, one_table, sizes_table
 from hotexperts.config import format_bytes, parse_bytes
 from hotexperts.errors import ConfigError
 
@@ -20,17 +19,27 @@ if TYPE_CHECKING:
     from hotexperts.plan.model import ModelFacts
 
 _CONTEXT = 8192
-_SLOW_LINK_GB_S, _SLOW_MEMORY_GB_S = 12.0, 300.0  # of a machine that nothing is said of
+_SLOW = {"memory_gb_s": 300.0, "link_gb_s": 12.0, "tflops": 25.0}  # where nothing is said of it
+_OWN_SHARE = 0.9  # of a GPU's memory, where no size is given
+_NO_ENGINE = (
+    "Neither vLLM with hotexperts nor hotexperts run reads GGUF: this is what its bytes would give."
+)
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Folder with config.json and safetensors; only headers are read.")
+        str,
+        typer.Argument(
+            help="Folder with config.json and safetensors, hub id, or .gguf file; only headers "
+            "are read."
+        ),
     ],
     vram: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="SIZE", help="GPU memory to use, such as 8GiB.", show_default="the GPU's"
+            metavar="SIZE",
+            help=f"GPU memory to use, such as 8GiB; several make a table. {lists.HELP}",
+            show_default="0.9 of the GPU's",
         ),
     ] = None,
     ram: Annotated[
@@ -54,6 +63,10 @@ def plan(
     memory_gb_s: Annotated[
         float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0, max=1e6)
     ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of the GPU's matrix units, 16 bits.", min=0.1, max=1e6),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -66,60 +79,97 @@ def plan(
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
-    """Reckon slots, memory and speed before anything is downloaded to a GPU or loaded.
+    """Reckon slots, memory and speed before any weight is downloaded or loaded.
 
-    Speeds are those of vLLM with its CUDA graphs. Hit rates are replayed on routing drawn for the
-    model's shape; recorded routing missed up to 1.9 times as much, which is the worse end.
+    Speeds are those of vLLM with its CUDA graphs, and of Transformers' own loop. Hit rates are
+    replayed on routing drawn for the model's shape; recorded routing missed up to 2.5 times as
+    much, which is the worse end.
     """
     with console.errors_as_one_line(debug):
-        from hotexperts.plan.forecast import forecast
-        from hotexperts.plan.model import read_facts
+        from hotexperts.plan.source import read_facts
 
-        machine, budget = _machine(gpu, vram, link_gb_s, memory_gb_s)
-        facts = read_facts(Path(model))
+        asked = {"memory_gb_s": memory_gb_s, "link_gb_s": link_gb_s, "tflops": tflops}
+        machine, budgets = _machine(gpu, lists.split("--vram", vram, ()), asked)
+        ram_nbytes = None if ram is None else _bytes("--ram", ram)
+        with console.prints_to_stderr():
+            facts = read_facts(model)
         tokens = options.context(context, _CONTEXT, facts.max_positions)
-        found = forecast(
-            facts,
-            machine,
-            budget_nbytes=budget,
-            ram_nbytes=None if ram is None else _bytes("--ram", ram),
-            context=tokens,
-            batch=batch,
-        )
-        commands = _commands(facts, budget, tokens, batch, found.gpu_nbytes["KV cache"])
+        rows = _rows(facts, machine, budgets, ram_nbytes, tokens, batch)
         if as_json:
-            more = {"model": model, "machine": machine._asdict(), "commands": commands}
-            console.show_json(asdict(found) | more)
-            return
-        console.show(_table(facts, machine, found, batch))
-        for command in commands:
-            typer.echo(f"  {command}")
+            found = [_as_json(row, facts, machine, tokens, batch) for row in rows]
+            console.show_json(found if len(budgets) > 1 else found[0])
+        elif len(budgets) > 1:
+            console.show(sizes_table(facts, machine, rows, batch))
+        else:
+            _show_one(rows[0], facts, machine, tokens, batch)
+
+
+def _show_one(row: Row, facts: ModelFacts, machine: Machine, tokens: int, batch: int) -> None:
+    assert row.forecast is not None, "what does not fit alone is an error"
+    console.show(one_table(facts, machine, row.forecast, batch))
+    for command in _commands(facts, row.budget_nbytes, tokens, batch, row.forecast):
+        typer.echo(f"  {command}")
+    if facts.is_gguf:
+        typer.echo(_NO_ENGINE)
+
+
+def _rows(
+    facts: ModelFacts,
+    machine: Machine,
+    budgets: list[int],
+    ram_nbytes: int | None,
+    tokens: int,
+    batch: int,
+) -> list[Row]:
+    """A forecast for each size.
+
+    Raises:
+        ConfigError: none fits; what the last of them lacks.
+    """
+    from hotexperts.plan.forecast import forecast
+
+    rows = []
+    for budget in budgets:
+        try:
+            found = forecast(
+                facts,
+                machine,
+                budget_nbytes=budget,
+                ram_nbytes=ram_nbytes,
+                context=tokens,
+                batch=batch,
+            )
+            rows.append(Row(budget, found, None))
+        except ConfigError as error:
+            if budget == budgets[-1] and not any(row.forecast for row in rows):
+                raise
+            rows.append(Row(budget, None, str(error)))
+    return rows
 
 
 def _machine(
-    gpu: str | None, vram: str | None, link_gb_s: float | None, memory_gb_s: float | None
-) -> tuple[Machine, int]:
-    """The GPU, and how much of its memory to use."""
+    gpu: str | None, sizes: list[str], asked: dict[str, float | None]
+) -> tuple[Machine, list[int]]:
+    """The GPU, and how much of its memory to use: one size or several."""
     from hotexperts.plan.machine import Machine, by_name
 
-    if gpu is None and vram is None:
+    if gpu is None and not sizes:
         raise ConfigError(
             "give --gpu NAME, or --vram SIZE and --link-gb-s X (hotexperts doctor measures it)"
         )
-    budget = None if vram is None else _bytes("--vram", vram)
+    budgets = [_bytes("--vram", size) for size in sizes]
     if gpu is not None:
         found = by_name(gpu)
     else:
-        assert budget is not None, "one of both is given"
-        found = Machine("assumed, as its memory's", budget, _SLOW_MEMORY_GB_S, _SLOW_LINK_GB_S)
-    if budget is not None and budget > found.vram_nbytes:
-        raise ConfigError(
-            f"--vram {vram} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
-        )
-    found = found._replace(
-        link_gb_s=link_gb_s or found.link_gb_s, memory_gb_s=memory_gb_s or found.memory_gb_s
-    )
-    return found, budget or int(0.9 * found.vram_nbytes)
+        found = Machine("assumed where not given", max(budgets), **_SLOW)
+    for size, budget in zip(sizes, budgets, strict=True):
+        if budget > found.vram_nbytes:
+            raise ConfigError(
+                f"--vram {size} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
+            )
+    values: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    found = found._replace(**values)
+    return found, budgets or [int(_OWN_SHARE * found.vram_nbytes)]
 
 
 def _bytes(option: str, text: str) -> int:
@@ -130,47 +180,32 @@ def _bytes(option: str, text: str) -> int:
 
 
 def _commands(
-    facts: ModelFacts, budget: int, context: int, batch: int, kv_nbytes: int
+    facts: ModelFacts, budget: int, tokens: int, batch: int, found: Forecast
 ) -> list[str]:
+    """What runs the model so; nothing for what nothing here reads."""
+    if facts.is_gguf:
+        return []
     gib, name = f"{budget / 2**30:.4g}", shlex.quote(facts.name)
-    found = [
-        f"vllm serve {name} --moe-expert-cache-gib {gib} --max-model-len {context} "
-        f"--max-num-seqs {batch} --kv-cache-memory-bytes {kv_nbytes}"
+    commands = [
+        f"vllm serve {name} --moe-expert-cache-gib {gib} --max-model-len {tokens} "
+        f"--max-num-seqs {batch} --max-num-batched-tokens {found.prefill_tokens} "
+        f"--kv-cache-memory-bytes {found.gpu_nbytes['KV cache']}"
     ]
     if not facts.is_quantised:  # Transformers would hold them in 16 bits
-        found.append(f"hotexperts run {name} --expert-cache-gib {gib} --context {context}")
-    return found
+        commands.append(f"hotexperts run {name} --expert-cache-gib {gib} --context {tokens}")
+    return commands
 
 
-def _table(facts: ModelFacts, machine: Machine, found: Forecast, batch: int) -> Table:
-    table = Table.grid(padding=(0, 2))
-    num_experts = facts.layers[0].num_experts
-    for name, value in (
-        ("fits", f"{found.capacity} of {num_experts} experts in each MoE layer"),
-        ("", found.reason),
-        ("GPU", _parts(found.gpu_nbytes)),
-        ("host", f"{format_bytes(found.host_nbytes)} of experts"),
-        ("link", f"{machine.link_gb_s:g} GB/s ({machine.name})"),
-        ("memory", f"{machine.memory_gb_s:g} GB/s"),
-        ("hits", f"{_range(found.hit_rate, 100)} %"),
-        ("missed", f"{_range(found.missed_gb, 1)} GB a step"),
-        ("decode", f"{_range(found.decode_tokens_per_s, 1)} tokens/s, batch {batch}"),
-        ("bound", f"{_number(found.bound_tokens_per_s)} tokens/s, with all copies hidden"),
-        ("prefill", f"at most {found.prefill_tokens_per_s:,.0f} tokens/s"),
-        ("limit", found.limit),
-    ):
-        table.add_row(name, value)
-    return table
-
-
-def _parts(nbytes: dict[str, int]) -> str:
-    return ", ".join(f"{format_bytes(n)} {name}" for name, n in nbytes.items())
-
-
-def _range(pair: Any, factor: float) -> str:
-    low, high = (_number(factor * value) for value in sorted(pair))
-    return low if low == high else f"{low} to {high}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _as_json(
+    row: Row, facts: ModelFacts, machine: Machine, tokens: int, batch: int
+) -> dict[str, Any]:
+    about = {
+        "model": facts.name,
+        "machine": machine._asdict(),
+        "budget_nbytes": row.budget_nbytes,
+        "expert_kinds": facts.expert_kinds,
+    }
+    if row.forecast is None:
+        return about | {"refusal": row.refusal}
+    commands = _commands(facts, row.budget_nbytes, tokens, batch, row.forecast)
+    return asdict(row.forecast) | about | {"commands": commands}
