@@ -14,6 +14,7 @@ from hotexperts.plan.model import TensorSize
 from hotexperts.safetensors_header import checked_place
 
 _ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+_HUB_SECONDS = 10
 _LOG_IN = "give a token that may read it (hf auth login, or HF_TOKEN)"
 
 
@@ -32,13 +33,15 @@ def read_repository(repo_id: str) -> tuple[Config, dict[str, TensorSize]]:
     folder = _cached(repo_id)
     if folder is not None:
         return read_config(folder / "config.json"), read_sizes(folder)
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils import are_progress_bars_disabled as are_off
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     had_bars = not are_off()
     disable_progress_bars()
     try:
+        url = hf_hub_url(repo_id, "config.json")
+        get_hf_file_metadata(url, timeout=_HUB_SECONDS)  # once; the others try for half a minute
         config = read_config(Path(hf_hub_download(repo_id, "config.json")))
         files = HfApi().get_safetensors_metadata(repo_id).files_metadata
     except CheckpointError:
