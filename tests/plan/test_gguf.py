@@ -86,7 +86,7 @@ def test_a_split_file_is_read_by_any_of_its_parts(tmp_path: Path) -> None:
             facts.other_nbytes,
         )
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match="lacks 1 of 3 parts, m-00002-of-00003.gguf first"):
+    with pytest.raises(CheckpointError, match="lacks 1 of 3 parts, m-00002-of"):
         read_facts(parts[0])
 
 
@@ -116,18 +116,18 @@ def test_an_endless_list_is_refused_at_once(tmp_path: Path) -> None:
     field = len(key).to_bytes(8, "little") + key + array
     head = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little")
     (tmp_path / "m.gguf").write_bytes(head + field + bytes(100))
-    with pytest.raises(CheckpointError, match="it ends before byte"):
+    with pytest.raises(CheckpointError, match="a list of 1152921504606846976 items"):
         read_facts(tmp_path / "m.gguf")
 
 
 def test_what_is_no_such_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     dense = save(tmp_path / "m.gguf", expert_count=None)
     with pytest.raises(UnsupportedModelError, match="is no Mixture-of-Experts model"):
         read_facts(dense)
     with pytest.raises(CheckpointError, match=r"cannot read .*none\.gguf: No such file"):
         read_facts(tmp_path / "none.gguf")
     with pytest.raises(CheckpointError, match=r"has no \.safetensors: give .*m\.gguf itself"):
-        (tmp_path / "config.json").write_text("{}")
         read_facts(tmp_path)
     with pytest.raises(CheckpointError, match="no part of a split file has such a name"):
         read_facts(tmp_path / "m-00004-of-00003.gguf")

@@ -6,6 +6,8 @@ A file may be split: `NAME-00001-of-00003.gguf` and so on; the first says what t
 from __future__ import annotations
 
 import re
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from hotexperts.plan.model import TensorSize
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.ASCII)
 _MOST_FILES = 1000
-_MOST_READS = 1 << 23  # of a header: the largest vocabularies take 2 million
+_MOST_ITEMS = 1 << 22  # of a list: the largest vocabularies have 300,000 words
+_MOST_READS = 1 << 21  # of a header: seven a tensor or so
+_COUNT = 4  # the part of a list that has its length
 _NAMES = {  # Transformers': GGUF's, after the architecture
     "num_hidden_layers": "block_count",
     "num_experts": "expert_count",
@@ -69,12 +73,35 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):  # type: ignore[misc]
-        """Refuses what lies beyond the file's end, where the package would go on with nothing."""
+        """Refuses what lies beyond the file's end, where the package would go on with nothing.
+
+        Lists become one part: the package makes an array of each word of a vocabulary, which
+        takes it twenty seconds and a gigabyte.
+        """
 
         num_reads = 0
+
+        def _get_field_parts(self, start: int, kind: int) -> Any:
+            if kind != GGUFValueType.ARRAY:
+                return super()._get_field_parts(start, kind)
+            item_kind, count = self._get(start, "u4"), self._get(start + 4, "u8")
+            item, number = GGUFValueType(item_kind[0]), int(count[0])
+            if number > _MOST_ITEMS:
+                raise ValueError(f"a list of {number} items")
+            dtype = self.gguf_scalar_to_np.get(item)
+            if dtype is not None:
+                values = self._get(start + 12, dtype, number)
+            elif item == GGUFValueType.STRING:
+                order = ">" if (self.byte_order == "S") == (sys.byteorder == "little") else "<"
+                size = _texts_nbytes(self.data, start + 12, number, order + "Q")
+                values = self._get(start + 12, "u1", size)
+            else:
+                raise ValueError(f"a list of {item.name}")
+            parts = [item_kind, count, values]
+            return sum(part.nbytes for part in parts), parts, [2], [GGUFValueType.ARRAY, item]
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
             self.num_reads += 1
@@ -90,10 +117,19 @@ def _read(path: Path) -> Any:
         return Reader(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
         raise CheckpointError(
             f"{path}: damaged or not GGUF ({error!r:.120}): download it again"
         ) from error
+
+
+def _texts_nbytes(data: Any, start: int, count: int, length_format: str) -> int:
+    """Bytes of so many texts, each with its length before it."""
+    end, view = start, memoryview(data)
+    for _ in range(count):
+        (length,) = struct.unpack_from(length_format, view, end)
+        end += 8 + length
+    return end - start
 
 
 def _values(path: Path, header: Any) -> dict[str, Any]:
@@ -107,7 +143,7 @@ def _values(path: Path, header: Any) -> dict[str, Any]:
     if prefix is None:
         raise CheckpointError(f"{path} does not say of which architecture it is")
     if found["vocab_size"] is None and tokens is not None:
-        found["vocab_size"] = len(tokens.data)
+        found["vocab_size"] = int(tokens.parts[_COUNT][0])
     return {name: _mean(value) for name, value in found.items() if value not in (None, 0)}
 
 
