@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotexperts.errors import CheckpointError
 from hotexperts.plan.config import Config
 from hotexperts.plan.model import TensorSize
@@ -114,10 +116,11 @@ def _read(path: Path) -> Any:
             return found
 
     try:
-        return Reader(path)
+        with np.errstate(over="raise"):
+            return Reader(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, struct.error) as error:
         raise CheckpointError(
             f"{path}: damaged or not GGUF ({error!r:.120}): download it again"
         ) from error
