@@ -17,8 +17,8 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 MODELS, TRACES = ROOT / "docs/models.md", ROOT / "docs/traces.md"
 POLICIES, VLLM = ROOT / "docs/policies.md", ROOT / "docs/vllm.md"
 SERVING, BENCH = ROOT / "docs/serving.md", ROOT / "docs/bench.md"
-CLAIMS = ROOT / "docs/claims.md"
-DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS)
+CLAIMS, PLAN = ROOT / "docs/claims.md", ROOT / "docs/plan.md"
+DOCUMENTS = (README, CONTRIBUTING, MODELS, TRACES, POLICIES, VLLM, SERVING, BENCH, CLAIMS, PLAN)
 PACKAGE = ROOT / "src/hotexperts"
 HOMES = (  # what names of files may be relative to
     ROOT,
@@ -126,6 +126,7 @@ def test_tables_and_headlines_are_those_of_the_results() -> None:
         "device": tables.device_table(),
         "prefill": tables.prefill_table(),
         "vllm": tables.vllm_table(),
+        "cards": tables.cards_table(),
         "load": tables.load_table(),
     }
     readme, policies = README.read_text(), POLICIES.read_text()

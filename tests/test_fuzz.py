@@ -212,6 +212,8 @@ def test_headers_of_safetensors(data: bytes) -> None:
 
 @fuzzed
 @given(changed(CONFIG), changed({"weight_map": {"a": "model.safetensors"}}))
+@example(CONFIG, {"weight_map": {"a": "x" * 5000 + ".safetensors"}})
+@example(CONFIG, {"weight_map": {"a": "x\0.safetensors"}})
 def test_configurations(config: Any, index: Any) -> None:
     from tempfile import TemporaryDirectory
 
@@ -250,7 +252,8 @@ OPTIONS = {
 @given(changed(OPTIONS), damaged(as_json(OPTIONS["options"])))
 @example([], b"[" * 100_000)
 @example(3, b"9" * 5000)
-@example({"size": 4, "options": {"prefill_tokens": True}}, b"{}")
+@example({"size": 4, "options": {"state": "x" * 5000}}, b"{}")
+@example({"size": 4, "options": {"trace": "x\0y"}}, b"{}")
 def test_options(value: Any, text: bytes) -> None:
     raises_ours(from_additional_config, {"hotexperts": value})
     raises_ours(
@@ -263,6 +266,12 @@ def test_true_is_no_number_of_tokens() -> None:
         from_additional_config({"hotexperts": {"size": 4, "options": {"prefill_tokens": True}}})
     with pytest.raises(ConfigError, match=r"additional_config\['hotexperts'\] is \[\]: give an"):
         from_additional_config({"hotexperts": []})
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x\0y", "\ud800", "..", "/", "", "~", "a/b/c"])
+def test_names_of_models(name: str) -> None:
+    with pytest.raises(HotExpertsError):
+        read_facts(name)
 
 
 @fuzzed

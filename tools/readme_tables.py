@@ -14,12 +14,16 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
 BENCH = ["bench", "--expert-cache-size", "8,16", "--batch", "1,4"]
+PLAN_OPTIONS = "--vram 8GiB,12GiB,16GiB,24GiB --link-gb-s 26 --context 2048"
+PLAN = ["plan", "Qwen3-30B-A3B", *PLAN_OPTIONS.split()]
+PROMPT_TOKENS = 2000  # of a prefill in vLLM
 PROMPT = "def read_file(path):"
 SUMMARIES = (  # the last words of ruff check, ruff format, mypy, lint-imports and pytest
     r"All checks passed!|\d+ files already formatted|Success: no issues found.*|Contracts: .*|"
@@ -42,6 +46,7 @@ def main() -> None:
         "prefill": prefill_table(),
         "load": load_table(),
         "vllm": vllm_table(),
+        "cards": cards_table(),
     }
     if test_log:
         contents["test"] = fenced("make test", test_summary(test_log.read_text()))
@@ -49,8 +54,48 @@ def main() -> None:
     page = ROOT / "docs/bench.md"
     bench = fenced(f"hotexperts {' '.join(BENCH)}", command(BENCH))
     page.write_text(filled(page.read_text(), {"bench": bench}))
+    plan = ROOT / "docs/plan.md"
+    plan.write_text(filled(plan.read_text(), {"plan": plan_example()}))
     policies = ROOT / "docs/policies.md"
     policies.write_text(filled(policies.read_text(), {"policies": policy_tables()}))
+
+
+def plan_example() -> str:
+    """What plan says of a checkpoint of this shape: its headers, and a hole for its weights."""
+    shape = json.loads((ROOT / "bench/results/vllm-promise.json").read_text())["shape"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "Qwen3-30B-A3B"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(shape))
+        write_headers(folder / "model.safetensors", shape)
+        found = output(["hotexperts", *PLAN], cwd=name)
+    return fenced(f"hotexperts {' '.join(PLAN)}", found)
+
+
+def write_headers(path: Path, shape: dict[str, Any]) -> None:
+    """The tensors of Qwen3-MoE in bf16."""
+    hidden, width = shape["hidden_size"], shape["moe_intermediate_size"]
+    queries, keys = (
+        shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value")
+    )
+    sizes = {"model.embed_tokens": shape["vocab_size"] * hidden}
+    sizes["lm_head"] = sizes["model.embed_tokens"]
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        sizes[f"{prefix}.self_attn.qkvo"] = hidden * 2 * (queries + keys)
+        sizes[f"{prefix}.mlp.gate"] = hidden * shape["num_experts"]
+        for expert in range(shape["num_experts"]):
+            for matrix in ("gate_proj", "up_proj", "down_proj"):
+                sizes[f"{prefix}.mlp.experts.{expert}.{matrix}"] = hidden * width
+    header, end = {}, 0
+    for name, size in sizes.items():
+        places = [end, end + 2 * size]
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": [size], "data_offsets": places}
+        end += 2 * size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def filled(text: str, contents: dict[str, str]) -> str:
@@ -85,8 +130,8 @@ def command(arguments: list[str]) -> str:
     return output(["hotexperts", *arguments])
 
 
-def output(argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+def output(argv: list[str], cwd: str | None = None) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=cwd)
     return "\n".join(line.rstrip() for line in done.stdout.strip("\n").split("\n"))
 
 
@@ -187,6 +232,32 @@ def vllm_table() -> str:
         columns = ("batch 1", "batch 8", "batch 32", "prefill")
         cells = [vllm_cell(runs.get(f"{way}, {column}")) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cards_table() -> str:
+    """Ceilings of GPU memory: measured, and what the missed bytes alone take over slower links."""
+    results = json.loads((ROOT / "bench/results/vllm-promise.json").read_text())
+    found = results["cases"]["whole"]
+    lines = [
+        "| GPU memory | slots a layer | hits | tokens/s, batch 1 | batch 8 | prompt tokens/s "
+        "| at most by 26 GB/s: batch 1, 8 | by 12 GB/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, ceiling in found["ceilings"].items():
+        one, eight, prefill = (
+            found["runs"][f"{name}, {what}"] for what in ("batch 1", "batch 8", "prefill")
+        )
+        slower = [
+            ", ".join(f"{run['forecast_tokens_per_s'][link]:.0f}" for run in (one, eight))
+            for link in ("26 GB/s", "12 GB/s")
+        ]
+        lines.append(
+            f"| {name} | {ceiling['slots']} of {results['shape']['num_experts']} "
+            f"| {percent(one['hit_rate'])} | {one['tokens_per_s']:.0f} "
+            f"| {eight['tokens_per_s']:.0f} | {1e3 * PROMPT_TOKENS / prefill['ms']:.0f} "
+            f"| {' | '.join(slower)} |"
+        )
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from hotexperts.plan.model import TensorSize
 from hotexperts.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
-_FILE = re.compile(r"[^/\0]+\.safetensors")
+_FILE = re.compile(r"[ -.0-~]{1,240}\.safetensors")
 
 
 def read_sizes(folder: Path) -> dict[str, TensorSize]:

@@ -11,6 +11,8 @@ from hotexperts.plan.gguf import read_gguf
 from hotexperts.plan.hub import is_id, read_repository
 from hotexperts.plan.model import ModelFacts, facts_of
 
+_MOST_NAME_NBYTES = 255  # of a file, in common file systems; a path has several
+
 
 def read_facts(model: str | Path) -> ModelFacts:
     """The facts of a model; no weights are read.
@@ -24,7 +26,9 @@ def read_facts(model: str | Path) -> ModelFacts:
         ModuleNotFoundError: the package that reads it is not installed.
     """
     name, path = str(model), Path(model)
-    if "\0" in name:
+    if "\0" in name or any(
+        len(part.encode(errors="surrogatepass")) > _MOST_NAME_NBYTES for part in path.parts
+    ):
         raise CheckpointError(f"{name!r:.80} is no name of a model")
     if path.suffix == ".gguf" and not path.is_dir():
         return facts_of(name, *read_gguf(path), is_gguf=True)

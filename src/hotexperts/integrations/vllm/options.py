@@ -123,9 +123,13 @@ def _parse_file(given: Mapping[str, Any], name: str) -> str | None:
     path = given.get(name)
     if path is None:
         return None
-    if not isinstance(path, str) or not path or Path(path).is_dir():
-        raise ConfigError(f"{flag('options')}: {name} is {path!r}: give the name of a file")
-    return path
+    try:
+        is_file = isinstance(path, str) and path and not Path(path).is_dir()
+    except (OSError, ValueError):  # no name that the system could have
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"{flag('options')}: {name} is {path!r:.80}: give the name of a file")
+    return str(path)
 
 
 def _parse_size(given: Mapping[str, Any]) -> CacheSize:
