@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotexperts.simulate.trace import DECODE, NOT_RECORDED, PREFILL, Trace, TraceError
+from hotexperts.simulate.trace import DECODE, MAX_CELLS, NOT_RECORDED, PREFILL, Trace, TraceError
 
+ARRAYS = ("ids", "phase", "seq", "meta")
+_MOST_NBYTES = 8 * MAX_CELLS + (1 << 20)  # of one of them: ids of 64 bits
 FIRST_DECODE_POSITION = 128  # of the layout by sequence and position
 UNREADABLE = (  # what numpy and zipfile raise over bytes that are no archive
     ValueError,
@@ -54,7 +56,10 @@ def _load(path: Path) -> Arrays:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.ndarray):
                 raise TraceError("one bare array: give an .npz with 'ids', 'phase' and 'seq'")
-            return {name: found[name] for name in ("ids", "phase", "seq", "meta") if name in found}
+            for entry in found.zip.infolist():
+                if entry.file_size > _MOST_NBYTES and entry.filename.removesuffix(".npy") in ARRAYS:
+                    raise TraceError(f"{entry.filename} takes {entry.file_size} bytes unpacked")
+            return {name: found[name] for name in ARRAYS if name in found}
     except UNREADABLE as error:
         if isinstance(error, TraceError):
             raise
