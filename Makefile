@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 DEMO_PROMPT ?= def read_file(path):
 
-.PHONY: demo test lint types imports unit docs pages test-5.17 test-vllm clean
+.PHONY: demo test lint types imports unit docs pages test-5.17 test-vllm audit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hotexperts run --expert-cache-size 12 --max-new-tokens 60 --prompt "$(DEMO_PROMPT)"
@@ -55,6 +55,16 @@ test-vllm: .venv-vllm/.installed
 	$(VLLM_BIN)/python tools/check_vllm_sources.py
 	$(VLLM_BIN)/python -m pytest tests/engines
 
+# Known vulnerabilities of what is installed for development; says so where nobody can be asked.
+audit: .venv-audit/.installed $(VENV)/.installed-dev
+	.venv-audit/bin/python tools/audit.py $(VENV)/lib/python*/site-packages
+
+.venv-audit/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt pip-audit
+	touch $@
+
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
@@ -87,4 +97,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-5.17 .venv-vllm .venv-docs build dist site .cache
+	rm -rf .venv .venv-5.17 .venv-vllm .venv-docs .venv-audit build dist site .cache

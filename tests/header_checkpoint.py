@@ -15,12 +15,14 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "hidden_size": 128,
+    "moe_intermediate_size": 64,
+    "vocab_size": 1000,
 }
 EXPERT_NBYTES = 3 * 4_000_000
 
 
 def save(folder: Path, config: dict[str, Any] = CONFIG, *, experts: int = 64) -> Path:
-    """A checkpoint of headers alone: nobody reads more."""
+    """A checkpoint of headers, and a hole for the weights: nobody reads them."""
     tensors = {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.gate.weight": 1_000}
     for layer in range(2):
         for expert in range(experts):
@@ -35,5 +37,7 @@ def save(folder: Path, config: dict[str, Any] = CONFIG, *, experts: int = 64) ->
     encoded = json.dumps(header).encode()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + at)
     return folder

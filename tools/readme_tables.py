@@ -1,4 +1,4 @@
-"""Fills the examples of README.md and docs/bench.md from real runs.
+"""Fills the examples of README.md, docs/bench.md and docs/plan.md from real runs.
 
     make test 2>&1 | tee /tmp/test.log
     python tools/readme_tables.py --test-log /tmp/test.log
@@ -10,14 +10,21 @@ the tests' block without `--test-log`.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+from result_tables import load
 
 ROOT = Path(__file__).parent.parent
 RUN = ["run", "--expert-cache-size", "12", "--max-new-tokens", "60", "--prompt"]
 BENCH = ["bench", "--expert-cache-size", "8,16", "--batch", "1,4"]
+PLAN_OPTIONS = "--vram 8GiB,12GiB,16GiB,24GiB --link-gb-s 26 --context 2048"
+PLAN = ["plan", "Qwen3-30B-A3B", *PLAN_OPTIONS.split()]
 PROMPT = "def read_file(path):"
 SUMMARIES = (  # the last words of ruff check, ruff format, mypy, lint-imports and pytest
     r"All checks passed!|\d+ files already formatted|Success: no issues found.*|Contracts: .*|"
@@ -42,6 +49,46 @@ def main() -> None:
     page = ROOT / "docs/bench.md"
     bench = fenced(f"hotexperts {' '.join(BENCH)}", command(BENCH))
     page.write_text(filled(page.read_text(), {"bench": bench}))
+    plan = ROOT / "docs/plan.md"
+    plan.write_text(filled(plan.read_text(), {"plan": plan_example()}))
+
+
+def plan_example() -> str:
+    """What plan says of a checkpoint of this shape: its headers, and a hole for its weights."""
+    shape = load("vllm-promise")["shape"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "Qwen3-30B-A3B"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(shape))
+        write_headers(folder / "model.safetensors", shape)
+        found = output(["hotexperts", *PLAN], cwd=name)
+    return fenced(f"hotexperts {' '.join(PLAN)}", found)
+
+
+def write_headers(path: Path, shape: dict[str, Any]) -> None:
+    """The tensors of Qwen3-MoE in bf16."""
+    hidden, width = shape["hidden_size"], shape["moe_intermediate_size"]
+    queries, keys = (
+        shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value")
+    )
+    sizes = {"model.embed_tokens": shape["vocab_size"] * hidden}
+    sizes["lm_head"] = sizes["model.embed_tokens"]
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        sizes[f"{prefix}.self_attn.qkvo"] = hidden * 2 * (queries + keys)
+        sizes[f"{prefix}.mlp.gate"] = hidden * shape["num_experts"]
+        for expert in range(shape["num_experts"]):
+            for matrix in ("gate_proj", "up_proj", "down_proj"):
+                sizes[f"{prefix}.mlp.experts.{expert}.{matrix}"] = hidden * width
+    header, end = {}, 0
+    for name, size in sizes.items():
+        places = [end, end + 2 * size]
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": [size], "data_offsets": places}
+        end += 2 * size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def filled(text: str, contents: dict[str, str]) -> str:
@@ -76,8 +123,8 @@ def command(arguments: list[str]) -> str:
     return output(["hotexperts", *arguments])
 
 
-def output(argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+def output(argv: list[str], cwd: str | None = None) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=cwd)
     return "\n".join(line.rstrip() for line in done.stdout.strip("\n").split("\n"))
 
 

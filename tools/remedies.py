@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _CHECKPOINT = "download the checkpoint again, and give the folder of the model it belongs to"
 _REPORT = "it is a bug of hotexperts or of a policy of yours: please report it"
+_WHOLE = "give the folder of a whole checkpoint: `config.json` and its .safetensors files"
 _ROUTING = "record without what is refused, or another model"
 _TRACE = "make the file anew as [the format](traces.md#files-that-read_trace-takes) has it"
 _REQUEST = "send what [the server answers](serving.md#what-is-answered)"
@@ -15,7 +16,15 @@ MODULES = {  # for what else a module says
     "integrations.transformers.recording": _ROUTING,
     "integrations.transformers.sources": _CHECKPOINT,
     "kernels.plan.layout": "delete the file of the state, or name another",
-    "plan.model": "give the folder of a whole checkpoint: `config.json` and its .safetensors files",
+    "plan.config": _WHOLE,
+    "plan.folder": _WHOLE,
+    "plan.gguf": "download the file again, and every part of a split one",
+    "plan.hub": (
+        "check the name and the connection; a private or gated model needs its terms accepted and "
+        "a token (`hf auth login`, or `HF_TOKEN`)"
+    ),
+    "plan.model": _WHOLE,
+    "plan.source": "give a folder, a .gguf file, or a hub id such as `org/model`",
     "residency": "delete the file of the state, or name another",
     "serve.app": _REQUEST,
     "serve.chat": _REQUEST,
@@ -40,11 +49,10 @@ MESSAGES = {
     ),
     "expert <expert>, tensor <name>: the file has <shape>, the model wants <shape>": _CHECKPOINT,
     "<path>: has no tensor <name>": _CHECKPOINT,
-    "<path>: tensor <name> has a header that cannot be understood (<error>)": _CHECKPOINT,
     "<num_experts> experts of <row_nbytes> bytes: there is nothing to store": _CHECKPOINT,
     "cannot write the cache's state to <path>: <strerror>": "make room, or name another file",
     "cannot read <path>: <strerror>": "name a file that can be read",
-    "<path> has format <format>, and this version reads 1": (
+    "<path> has format <format>, and this version reads 2": (
         "delete it: the cache begins cold and writes a new one"
     ),
     "<name> is not installed: pip install -e '.[<extra>]' in the source folder": (
@@ -58,7 +66,7 @@ MESSAGES = {
         "give a trace, or the JSON of a command"
     ),
     "--<name> is for a trace: <file> holds results": "leave it out",
-    "--vram <vram> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
+    "--vram <size> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
     "the text on stdin is not valid <encoding>": "give it in that encoding",
     "<passed> after '--' is for vLLM, and <value> serves": (
         "leave it out, or take `--engine vllm`"

@@ -58,7 +58,14 @@ AREAS = (  # a message goes where the longest beginning of its module is
     ),
     Area(
         "Models and checkpoints, in Transformers",
-        ("integrations.transformers", "cli.text", "cache.safetensors", "cache.file", "cache.store"),
+        (
+            "integrations.transformers",
+            "cli.text",
+            "cache.safetensors",
+            "cache.file",
+            "cache.store",
+            "safetensors_header",
+        ),
     ),
     Area("Memory and device", ("cache.host_memory", "cache.device_mode")),
     Area("`hotexperts run` and `verify`", ("cli.run", "cli.generate", "cli.compare", "cli.verify")),

@@ -49,10 +49,12 @@ class Residency:
         for expert, slot in enumerate(slot_of):
             if slot == NOWHERE:
                 continue
-            if not 0 <= slot < self.capacity or self.expert_of[slot] != NOWHERE:
+            is_slot = type(slot) is int and 0 <= slot < self.capacity  # true is no slot 1
+            if not is_slot or self.expert_of[slot] != NOWHERE:
                 self.reset()
                 raise CheckpointError(
-                    f"expert {expert} in slot {slot} of {self.capacity}, which is taken or none"
+                    f"expert {expert} in slot {slot!r:.40} of {self.capacity}, "
+                    "which is taken or none"
                 )
             self._residents[expert] = None
             self._put(expert, slot)

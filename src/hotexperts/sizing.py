@@ -11,6 +11,9 @@ from hotexperts.errors import ConfigError
 RESERVE = 0.05  # of the budget, for allocator fragments and what nobody foresees
 DEFAULT_BANK_ROWS = 8
 MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
+# Of vLLM: CUDA context, its libraries, and captured graphs: 0.5 to 0.7 GB on an H200.
+CONTEXT_NBYTES = 768 << 20
+_ROWS_PER_PAIR = 4  # two workspaces of vLLM's, the rows kept of all waves, and one more while added
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,34 @@ def capacity_for_budget(
         f"{format_bytes(slot_bytes)} a slot in {len(layers)} layers"
     )
     return SizePlan(capacity, reason)
+
+
+def workspace_nbytes(
+    num_tokens: int,
+    num_sequences: int,
+    *,
+    top_k: int,
+    hidden_size: int,
+    expert_width: int,
+    vocab_size: int,
+    itemsize: int = 2,
+) -> int:
+    """Activations of vLLM's largest step: rows of pairs in MoE layers, tokens, and logits.
+
+    Args:
+        num_tokens: of the step.
+        num_sequences: that want logits.
+        top_k: experts a token.
+        hidden_size: numbers of a token between layers.
+        expert_width: numbers of a token inside an expert.
+        vocab_size: logits of a sequence.
+        itemsize: bytes of a number.
+    """
+    width = max(hidden_size, 2 * expert_width)
+    pairs = _ROWS_PER_PAIR * num_tokens * top_k * width * itemsize
+    tokens = 8 * num_tokens * hidden_size * itemsize
+    logits = 4 * num_sequences * vocab_size * 4  # float32, sorted for top-p
+    return pairs + tokens + logits
 
 
 def _least_capacity(layers: Sequence[LayerShape]) -> int:

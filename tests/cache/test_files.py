@@ -81,7 +81,10 @@ def test_a_truncated_file_is_named(example: Path, keep: int) -> None:
     ("entry", "message"),
     [
         ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "corrupt: tensor 'w'"),
-        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}, "corrupt: tensor 'w'"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}, "cannot be understood"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "corrupt: tensor 'w'"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "cannot be understood"),
+        ({"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}, "cannot be understood"),
         ({"shape": [2]}, "cannot be understood"),
         ("text", "cannot be understood"),
     ],

@@ -116,6 +116,10 @@ def test_a_damaged_file_leaves_an_empty_cache(change: Any, message: str, tmp_pat
     content["layers"]["a"]["state"]["words"] = change(content["layers"]["a"]["state"]["words"])
     path.write_text(json.dumps(content))
     provider = make("device")
+    with pytest.raises(CheckpointError, match=r"is damaged \(its digest is another\): delete it"):
+        warm_start.load(path, {"a": provider}, ABOUT)
+    content["digest"] = warm_start.digest(content["layers"])  # of a writer that was wrong
+    path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=message):
         warm_start.load(path, {"a": provider}, ABOUT)
     assert set(slots_of(provider)) == {-1}
@@ -128,7 +132,7 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
         ("{", "holds no state"),
         ("[]", "holds no state"),
         ('{"layers": {"a": 3}}', "holds no state"),
-        ('{"format": 9, "layers": {}}', "has format 9, and this version reads 1"),
+        ('{"format": 9, "layers": {}}', "has format 9, and this version reads 2"),
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):

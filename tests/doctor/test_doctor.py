@@ -61,7 +61,8 @@ def test_the_host_as_files_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert checks["host memory"].found == "8 GiB available"
     assert checks["page-locked memory"].values == {"memlock_bytes": 64 << 20}
     assert checks["huge pages"].found == "never"
-    assert checks["NUMA"].values == {"nodes": 2}
+    assert checks["NUMA"].values == {"nodes": 2, "process_nodes": [], "gpu_nodes": []}
+    assert "numactl --cpunodebind=N --membind=N" in str(checks["NUMA"].remedy)
     assert {check.status for check in checks.values()} == {YELLOW}
     (pages / "enabled").write_text("always [madvise] never\n")
     monkeypatch.setattr(host, "available_host_bytes", lambda: 32 << 30)
@@ -98,16 +99,66 @@ FACTS = {"driver": "580.1", "generation": "5", "generation_max": "5", "lanes": "
     [
         ({}, GREEN, None),
         ({"lanes": "4"}, YELLOW, "has 16 lanes"),
-        ({"generation": "1"}, YELLOW, "PCIe 5.0 under load"),
+        ({"generation": "1"}, YELLOW, "the GPU has PCIe 5.0: look at the slot"),
         ({"generation": "[N/A]"}, YELLOW, "see what is measured"),
     ],
 )
 def test_a_link_is_judged_by_what_it_could_be(
     changes: dict[str, str], status: Status, remedy: str | None
 ) -> None:
-    check = gpu._link(FACTS | {"lanes_max": "16"} | changes)
+    check = gpu._link(FACTS | {"lanes_max": "16"} | changes, is_awake=True)
     assert check.status is status
     assert check.remedy is None if remedy is None else remedy in str(check.remedy)
+
+
+def test_a_link_is_looked_at_after_it_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"generation": "1"}, {"generation": "5"}])
+    monkeypatch.setattr(gpu, "query", lambda: FACTS | {"lanes_max": "16"} | next(answers))
+    monkeypatch.setattr(gpu, "copy_gb_s", lambda: 55.0)
+    monkeypatch.setattr(gpu, "gather_gb_s", lambda: 51.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    checks = by_name(gpu.check_gpus(measures=True))
+    assert checks["link"].found == "PCIe 5.0 x16, driver 580.1"
+    assert list(checks) == ["link", "copies", "gather kernel"]
+    asleep = gpu._link(FACTS | {"lanes_max": "16", "generation": "1"}, is_awake=False)
+    assert "PCIe 5.0 under load, if the GPU only saves power now: measure it" in str(asleep.remedy)
+
+
+@pytest.mark.parametrize(
+    ("gpu_nodes", "status", "remedy"),
+    [
+        (["1"], GREEN, None),
+        (["0"], YELLOW, "numactl --cpunodebind=0 --membind=0"),
+        (["0", "1"], YELLOW, "numactl --cpunodebind=N --membind=N (nvidia-smi topo -m)"),
+        (["-1"], YELLOW, "numactl --cpunodebind=N"),
+    ],
+)
+def test_a_process_belongs_on_its_gpus_node(
+    gpu_nodes: list[str],
+    status: Status,
+    remedy: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for node, cpus in enumerate(("0-3,8-9", "4-7")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    for index, node_text in enumerate([*gpu_nodes, "0"]):  # the last is no GPU
+        folder = tmp_path / f"sys/bus/pci/devices/0000:0{index}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x10de\n")
+        (folder / "class").write_text("0x030200\n" if index < len(gpu_nodes) else "0x068000\n")
+        (folder / "numa_node").write_text(f"{node_text}\n")
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: {5, 6})
+    check = host._nodes(tmp_path)
+    assert check.status is status
+    assert check.values["process_nodes"] == [1]
+    assert check.remedy is None if remedy is None else remedy in str(check.remedy)
+    assert "2 nodes, this process on 1, GPUs on" in check.found
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: {0, 5})
+    assert host._nodes(tmp_path).status is YELLOW
 
 
 @pytest.mark.parametrize(("copied", "gathered", "found"), [(55, 51, {GREEN}), (20, 10, {YELLOW})])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from header_checkpoint import CONFIG, EXPERT_NBYTES, save
 from hotexperts.cli.main import main
 from hotexperts.errors import CheckpointError, ConfigError, UnsupportedModelError
-from hotexperts.plan.forecast import forecast, step
+from hotexperts.plan.forecast import forecast
 from hotexperts.plan.machine import by_name
-from hotexperts.plan.model import read_facts
+from hotexperts.plan.source import read_facts
+from hotexperts.plan.speed import prefill_ms, step
 from hotexperts.plan.split import demand
 
 
@@ -26,9 +28,9 @@ def index(folder: Path, weight_map: Any) -> None:
 
 
 def offsets(folder: Path, found: Any) -> None:
-    encoded = json.dumps({"w": {"data_offsets": found}}).encode()
+    encoded = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": found}}).encode()
     path = folder / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(5))
 
 
 def test_a_second_form_of_the_same_weights_is_left_alone(tmp_path: Path) -> None:
@@ -89,22 +91,37 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "short": (
         lambda p: (p / "model.safetensors").write_bytes(b"abc"),
         CheckpointError,
-        "is damaged",
+        "truncated or not safetensors",
     ),
     "long header": (
         lambda p: (p / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60)),
         CheckpointError,
-        "header would take",
+        "the header alone claims",
     ),
-    "backwards": (lambda p: offsets(p, [5, 1]), CheckpointError, r"tensor w lies at \[5, 1\]"),
-    "no offsets": (lambda p: offsets(p, None), CheckpointError, "tensor w lies at None"),
-    "bools": (lambda p: offsets(p, [False, True]), CheckpointError, "tensor w lies at"),
+    "backwards": (lambda p: offsets(p, [5, 1]), CheckpointError, "tensor 'w' of shape"),
+    "no offsets": (lambda p: offsets(p, None), CheckpointError, "cannot be understood"),
+    "bools": (lambda p: offsets(p, [False, True]), CheckpointError, "cannot be understood"),
     "no experts": (lambda p: save(p, experts=0), UnsupportedModelError, "has no tensors called"),
     "fewer experts": (lambda p: save(p, experts=32), CheckpointError, "says 64 .* files have 32"),
     "a lost file": (
         lambda p: index(p, {"a": "lost.safetensors"}),
         CheckpointError,
         "download complete",
+    ),
+    "a cut file": (
+        lambda p: os.truncate(p / "model.safetensors", 100_000),
+        CheckpointError,
+        "truncated: tensor",
+    ),
+    "an index of elsewhere": (
+        lambda p: index(p, {"a": "../other/model.safetensors"}),
+        CheckpointError,
+        "index.json is damaged",
+    ),
+    "no vocabulary": (
+        lambda p: config(p, vocab_size=None),
+        CheckpointError,
+        "config.json has no vocab_size",
     ),
     "no index": (lambda p: index(p, 3), CheckpointError, "index.json is damaged"),
 }
@@ -128,7 +145,9 @@ def test_the_parts_fit_the_budget_and_the_worst_is_no_better_than_the_best(tmp_p
     assert small.hit_rate[0] < small.hit_rate[1] < 1
     assert small.decode_tokens_per_s[0] < small.decode_tokens_per_s[1] <= small.bound_tokens_per_s
     assert small.decode_tokens_per_s[1] < large.decode_tokens_per_s[1]
-    assert small.prefill_tokens_per_s < large.prefill_tokens_per_s
+    assert small.prefill_tokens_per_s[1] < large.prefill_tokens_per_s[1]
+    assert small.prefill_tokens_per_s[0] <= small.prefill_tokens_per_s[1]
+    assert small.loop_tokens_per_s[1] < small.decode_tokens_per_s[1]
     with pytest.raises(ConfigError, match=r"the experts take 1.5 GB.*--ram is 1.0 GB"):
         forecast(facts, machine, budget_nbytes=2 << 30, **options | {"ram_nbytes": 10**9})
     with pytest.raises(ConfigError, match="a GPU budget of"):
@@ -148,8 +167,7 @@ def test_gpus_go_by_the_names_that_people_use() -> None:
         by_name("Voodoo 2")
 
 
-def test_forecasts_bear_out_what_was_measured() -> None:
-    """Every measured step lies within the range, or at most 15 % outside of it."""
+def check_plan() -> Any:
     path = Path(__file__).parents[2] / "tools/check_plan.py"
     spec = importlib.util.spec_from_file_location("check_plan", path)
     assert spec is not None
@@ -157,9 +175,30 @@ def test_forecasts_bear_out_what_was_measured() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["check_plan"] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def test_forecasts_bear_out_what_was_measured() -> None:
+    """Whatever was measured lies within the range, or at most 25 % outside of it.
+
+    Where routing was drawn as the forecast's is, it is as near to the better end.
+    """
+    module = check_plan()
     rows = list(module.compare())
-    assert len(rows) > 8
-    assert [row for row in rows if abs(row.outside) > 0.15] == []
+    assert len(rows) > 50
+    names = {row.name for row in rows}
+    assert {"vllm-promise: 8 GiB, slots", "vllm-promise: 24 GiB, prefill"} < names
+    outside = {row.name for row in rows if abs(row.outside) > 0.25}
+    assert outside == set(module.OUTLIERS)
+    assert [row for row in rows if row.is_drawn and abs(row.error) > 0.25] == []
+
+
+def test_a_forecast_outside_of_its_range_is_told() -> None:
+    compared = check_plan().Compared
+    assert compared("a", (4.0, 2.0), 3.0).outside == 0
+    assert compared("a", (4.0, 2.0), 5.0).outside == pytest.approx(0.25)
+    assert compared("a", (4.0, 2.0), 1.0).outside == pytest.approx(-0.5)
+    assert compared("a", (4.0, 2.0), 3.0, is_drawn=True).error == pytest.approx(0.5)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +207,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert f"vllm serve {folder} --moe-expert-cache-gib 2 --max-model-len 8192" in out
     assert f"--kv-cache-memory-bytes {8192 * 256}" in out
-    assert "tokens/s, batch 1" in out
+    assert "tokens/s in vLLM, batch 1" in out
+    assert "tokens/s in Transformers" in out
     assert main(["plan", folder, "--vram", "2GiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["machine"]["link_gb_s"] == 12
@@ -177,7 +217,44 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([folder], "give --gpu NAME, or --vram SIZE"),
         ([folder, "--vram", "much"], "--vram: size 'much' is not a number with a unit"),
         ([folder, "--gpu", "RTX 4060", "--vram", "9GiB"], "more than the 8 GiB of RTX 4060"),
+        ([folder, "--vram", "2GiB,much"], "--vram: size 'much' is not"),
+        ([folder, "--vram", "256MiB,512MiB"], "a GPU budget of 512 MiB holds"),
         ([str(tmp_path / "none"), "--gpu", "A100"], "no such folder"),
     ):
         assert main(["plan", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_sizes_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(save(tmp_path)), "--vram", "1GiB,2GiB", "--vram", "3GiB"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "too small" in out
+    assert "64 of 64" in out
+    assert main([*arguments, "--json"]) == 0
+    none, some, all_ = json.loads(capsys.readouterr().out)
+    assert "a GPU budget of 1 GiB holds" in none["refusal"]
+    assert none["budget_nbytes"] == 1 << 30
+    assert some["capacity"] < all_["capacity"] == 64
+    assert main(["plan", str(tmp_path), "--vram", "2GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["capacity"] == some["capacity"]
+
+
+def test_a_small_budget_has_smaller_prefill_steps(tmp_path: Path) -> None:
+    wide = CONFIG | {"hidden_size": 8192, "moe_intermediate_size": 8192}
+    facts, machine = read_facts(save(tmp_path, wide)), by_name("RTX 4090")
+    options: dict[str, Any] = {"ram_nbytes": None, "context": 16, "batch": 1}
+    found = forecast(facts, machine, budget_nbytes=5 << 29, **options)
+    assert found.prefill_tokens == 1024
+    assert any(part == "workspace of 1024 tokens" for part in found.gpu_nbytes)
+    large = forecast(facts, machine, budget_nbytes=8 << 30, **options)
+    assert large.prefill_tokens == 2048
+
+
+def test_a_prefill_streams_what_is_absent_and_multiplies(tmp_path: Path) -> None:
+    facts, machine = read_facts(save(tmp_path)), by_name("H200")
+    absent_nbytes = 2 * (64 - 16) * facts.layers[0].row_nbytes
+    worst, best = prefill_ms(facts, machine, 16, 10**6)
+    assert best == pytest.approx(absent_nbytes / (0.99 * 52e9) * 1e3)
+    flops = 2 * (2 * 8 * 3 * 128 * 64 + facts.other_nbytes / 2)
+    assert worst - best == pytest.approx(1e6 * flops / (0.2 * 989e12) * 1e3)

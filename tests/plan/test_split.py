@@ -13,9 +13,18 @@ import check_plan
 from header_checkpoint import CONFIG, save
 from hotexperts.cli.main import main
 from hotexperts.errors import CheckpointError, ConfigError
-from hotexperts.plan.forecast import LAYER_MS, PART_OF_LINK, forecast, step
+from hotexperts.plan.forecast import forecast
 from hotexperts.plan.machine import Machine, by_name
-from hotexperts.plan.model import ModelFacts, read_facts
+from hotexperts.plan.model import ModelFacts
+from hotexperts.plan.source import read_facts
+from hotexperts.plan.speed import (
+    ENGINE_PART_OF_LINK,
+    GRAPH_LAYER_MS,
+    KERNEL_PART_OF_LINK,
+    PART_OF_TFLOPS,
+    prefill_ms,
+    step,
+)
 from hotexperts.plan.split import Demand, Split, demand, demand_of, part_of, waves
 from hotexperts.simulate import Trace
 from hotexperts.sizing import LayerShape
@@ -28,12 +37,13 @@ FACTS = ModelFacts(
     expert_nbytes=4 * 128 * ROW,
     kv_nbytes_per_token=8192,
     num_layers=4,
-    is_quantised=False,
+    hidden_size=500,
+    expert_width=768,
+    vocab_size=1000,
     num_heads=32,
     kv_parts=4,
-    expert_width=768,
 )
-MACHINE = Machine("a GPU", 24 << 30, 1000.0, 50.0)
+MACHINE = Machine("a GPU", 24 << 30, 1000.0, 50.0, 100.0)
 
 
 def test_tensor_parallel_ranks_have_a_part_of_every_expert() -> None:
@@ -123,23 +133,23 @@ def test_a_step_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 layers; experts of 0.768 MB; link 50 GB/s; memory 1000 GB/s."""
     asked = {1: Demand(8.0, 2.0, 2.0), 2: Demand(6.0, 2.0, 1.5)}
     monkeypatch.setattr(
-        "hotexperts.plan.forecast.demand", lambda e, k, capacity, batch, ranks: asked[ranks]
+        "hotexperts.plan.speed.demand", lambda e, k, capacity, batch, ranks: asked[ranks]
     )
     half, whole = 4 * ROW / 2, 4 * ROW  # bytes of an expert in every layer
     tensor = step(FACTS, MACHINE, 32, 1, 0, Split(2))
     assert tensor.missed_gb[1] == pytest.approx(2 * half / 1e9)
-    assert tensor.copy_ms[1] == pytest.approx(2 * half / 50e6 / PART_OF_LINK)
-    resident = (500_000 + 8 * half) / 1e9 + LAYER_MS * 4
+    assert tensor.copy_ms[1] == pytest.approx(2 * half / 50e6 / KERNEL_PART_OF_LINK)
+    resident = (500_000 + 8 * half) / 1e9 + GRAPH_LAYER_MS * 4
     assert tensor.ms[1] == pytest.approx(resident + tensor.copy_ms[1])
     expert = step(FACTS, MACHINE, 16, 1, 0, Split(2, "ep"))
     assert expert.missed_gb[1] == pytest.approx(2 * whole / 1e9)
-    assert expert.copy_ms[1] == pytest.approx(2 * whole / 50e6 / PART_OF_LINK)
+    assert expert.copy_ms[1] == pytest.approx(2 * whole / 50e6 / KERNEL_PART_OF_LINK)
     # On one link: twice a rank's bytes; with whole experts all that both miss, 3 of them.
     assert step(FACTS, MACHINE, 32, 1, 0, Split(2, "tp", 2)).copy_ms[1] == pytest.approx(
-        2 * 2 * half / 50e6 / PART_OF_LINK
+        2 * 2 * half / 50e6 / KERNEL_PART_OF_LINK
     )
     assert step(FACTS, MACHINE, 16, 1, 0, Split(2, "ep", 2)).copy_ms[1] == pytest.approx(
-        3 * whole / 50e6 / PART_OF_LINK
+        3 * whole / 50e6 / KERNEL_PART_OF_LINK
     )
 
 
@@ -150,12 +160,47 @@ def test_more_gpus_have_room_for_more() -> None:
     assert two.host_nbytes == one.host_nbytes == FACTS.expert_nbytes
     assert two.gpu_nbytes["other weights"] == 500_000
     assert two.gpu_nbytes["slots"] == two.capacity * 4 * ROW // 2
-    assert two.prefill_tokens_per_s > one.prefill_tokens_per_s
+    assert two.prefill_tokens_per_s[1] > one.prefill_tokens_per_s[1]
+
+
+def test_a_rank_has_all_tokens_and_its_part_of_an_expert() -> None:
+    """Of pairs 4 x 2048 tokens x 8 experts x the wider of 500 and twice its part x 2 bytes."""
+    budget = {"budget_nbytes": 4 << 30, "ram_nbytes": None, "context": 1024, "batch": 1}
+    rest = 8 * 2048 * 500 * 2 + 4 * 1000 * 4
+    for split, width in ((Split(), 1536), (Split(2), 768), (Split(2, "ep"), 1536)):
+        found = forecast(FACTS, MACHINE, split=split, **budget)  # type: ignore[arg-type]
+        assert found.gpu_nbytes["workspace of 2048 tokens"] == 4 * 2048 * 8 * width * 2 + rest
+        assert sum(found.gpu_nbytes.values()) <= 4 << 30
+        assert (found.loop_tokens_per_s is None) == (split.num_gpus > 1)
+
+
+def test_a_prefill_of_two_ranks() -> None:
+    """So many tokens that multiplying takes longer than reading."""
+    num_tokens = 10**6
+    flops = num_tokens * 2 * (4 * 8 * 3 * 500 * 768 + FACTS.other_nbytes / 2)
+    compute_ms = 1e3 * flops / 2 / (PART_OF_TFLOPS * 100e12)
+    tensor_nbytes, expert_nbytes = 4 * (128 - 32) * ROW / 2, 4 * (64 - 16) * ROW
+    assert tensor_nbytes == expert_nbytes
+    for split, capacity in ((Split(2), 32), (Split(2, "ep"), 16), (Split(2, "tp", 2), 32)):
+        stream_ms = split.gpus_per_link * tensor_nbytes / (ENGINE_PART_OF_LINK * 50e6)
+        worst, best = prefill_ms(FACTS, MACHINE, capacity, num_tokens, split)
+        assert best == pytest.approx(stream_ms)
+        assert worst == pytest.approx(stream_ms + compute_ms)
+
+
+def test_the_worst_end_goes_by_the_part_of_experts_that_a_rank_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 slots are an eighth of all experts, and a quarter of those of one of two ranks."""
+    monkeypatch.setattr("hotexperts.plan.speed.demand", lambda *_: Demand(8.0, 2.0, 2.0))
+    for split, times in ((Split(2), 1 + 3.5 / 8), (Split(2, "ep"), 1 + 3.5 / 4)):
+        worst, best = step(FACTS, MACHINE, 16, 1, 0, split).missed_gb
+        assert worst / best == pytest.approx(times)
 
 
 def test_facts_say_how_a_model_can_be_cut(tmp_path: Path) -> None:
     facts = read_facts(save(tmp_path))
-    assert (facts.num_heads, facts.kv_parts, facts.expert_width) == (8, 2, 0)
+    assert (facts.num_heads, facts.kv_parts, facts.expert_width) == (8, 2, 64)
     blocks = {"quantization_config": {"weight_block_size": [128, 64]}, "kv_lora_rank": 512}
     facts = read_facts(save(tmp_path, {**CONFIG, **blocks, "moe_intermediate_size": 96}))
     assert (facts.kv_parts, facts.expert_width, facts.expert_width_multiple) == (1, 96, 128)
@@ -189,14 +234,28 @@ def test_the_command_for_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert message in capsys.readouterr().err
 
 
+def test_several_sizes_of_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = ["plan", str(save(tmp_path)), "--vram", "1GiB,2GiB", "--gpus", "2", "--parallel", "ep"]
+    assert main(two) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 GPUs, whole experts each" in out
+    assert "32 of 32" in out
+    assert "Transformers" not in out
+    assert main([*two, "--json"]) == 0
+    small, large = json.loads(capsys.readouterr().out)
+    assert small["split"] == large["split"]
+    assert large["loop_tokens_per_s"] is None
+    assert large["commands"][0].endswith("--tensor-parallel-size 2 --enable-expert-parallel")
+
+
 def test_forecasts_for_two_gpus_are_compared_with_measurements() -> None:
     results = json.loads((check_plan.RESULTS / "vllm-decode.json").read_text())
     runs = {"25.0% of slots, batch 1": {"ms": 1000.0, "slots": 32}, "stalls alone": {}}
     more = {"link_gb_s": {"together": 50.0}, "cases": {"one": {"runs": runs}, "tp": {"runs": runs}}}
     (row,) = check_plan.compare_ranks(results | more)
-    assert row.name == "tp, 25.0% of slots, batch 1"
+    assert row.name == "two-gpu: tp, 25.0% of slots, batch 1"
     facts = check_plan.qwen3(results["shape"])
     machine = by_name("H200")._replace(link_gb_s=50.0)
     kv = 200 * facts.kv_nbytes_per_token // 2  # tokens
-    assert row.forecast_ms == step(facts, machine, 32, 1, kv, Split(2)).ms
-    assert row.outside == pytest.approx(1000 / row.forecast_ms[0] - 1)
+    assert row.forecast == step(facts, machine, 32, 1, kv, Split(2)).ms
+    assert row.outside == pytest.approx(1000 / row.forecast[0] - 1)

@@ -1,24 +1,23 @@
 """One safetensors file, memory-mapped: tensors are views of the file, nothing is copied.
 
-The header is parsed here, and not by the safetensors package, for three things that package does
-not give: pages that can be handed back to the system after reading, errors that name the file and
-the fault before any weight is touched, and sizes without opening tensors.
-Format: an 8-byte little-endian header length, a JSON header, then the data.
+The package of that name is not used, for two things it does not give: pages that can be handed
+back to the system after reading, and errors that name the file and the fault before any weight is
+touched.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hotexperts.errors import CheckpointError
+from hotexperts.safetensors_header import read_header
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -41,7 +40,6 @@ _DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class TensorEntry(NamedTuple):
@@ -76,11 +74,9 @@ class SafetensorsFile:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error}): download it again") from error
         self._bytes = _as_tensor(self._pages)
-        header, data_begin = self._read_header()
         self.entries = {
-            name: self._entry(name, value, data_begin)
-            for name, value in header.items()
-            if name != "__metadata__"
+            name: TensorEntry(_DTYPES.get(place.dtype, place.dtype), *place[1:])
+            for name, place in read_header(path).items()
         }
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -111,48 +107,6 @@ class SafetensorsFile:
         end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        size = len(self._pages)
-        length = int.from_bytes(self._pages[:8], "little")
-        if size < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
-            raise CheckpointError(
-                f"{self.path}: truncated or not safetensors ({size} bytes, the header alone "
-                f"claims {length}): download it again"
-            )
-        try:
-            header = json.loads(self._pages[8 : 8 + length])
-            if not isinstance(header, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self.path}: corrupt header ({error}): download it again"
-            ) from error
-        return header, 8 + length
-
-    def _entry(self, name: str, value: Any, data_begin: int) -> TensorEntry:
-        try:
-            dtype = _DTYPES.get(value["dtype"], str(value["dtype"]))
-            shape = tuple(int(size) for size in value["shape"])
-            begin, end = (data_begin + int(offset) for offset in value["data_offsets"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} has a header that cannot be understood ({error!r})"
-            ) from error
-        if end > len(self._pages):
-            raise CheckpointError(
-                f"{self.path}: truncated: tensor {name!r} ends at byte {end}, the file has "
-                f"{len(self._pages)}: download it again"
-            )
-        negative = min(shape, default=0) < 0 or begin < data_begin
-        known = isinstance(dtype, torch.dtype)
-        wanted = math.prod(shape) * dtype.itemsize if known else end - begin
-        if negative or end < begin or end - begin != wanted:
-            raise CheckpointError(
-                f"{self.path}: corrupt: tensor {name!r} of shape {list(shape)} has "
-                f"{end - begin} bytes: download it again"
-            )
-        return TensorEntry(dtype, shape, begin, end)
 
 
 def _as_tensor(pages: mmap.mmap) -> torch.Tensor:

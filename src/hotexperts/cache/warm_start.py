@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+FORMAT = 2  # 1 had no digest
 _REMEDIES = {
     "policy": "take that one (--policy)",
     "mode": "take that one (--cache-mode)",
@@ -41,7 +42,8 @@ def save(
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        unfinished.write_text(json.dumps({"format": FORMAT, **about, "layers": layers}))
+        content = {"format": FORMAT, "digest": digest(layers), **about, "layers": layers}
+        unfinished.write_text(json.dumps(content))
         unfinished.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -83,17 +85,24 @@ def load(
                 f"{path} is of a model whose {name} has {layers[name].get('shape')}, and here it "
                 f"is {_shape(provider)}: use another file"
             )
+    if content.get("digest") != digest(layers):
+        raise CheckpointError(f"{path} is damaged (its digest is another): {_DELETE}")
     try:
         for name, provider in providers.items():
             provider.restore(layers[name]["state"])
     except BaseException as error:
         for provider in providers.values():
             provider.reset()
-        if isinstance(error, CheckpointError | ConfigError | KeyError | TypeError | ValueError):
+        if isinstance(error, CheckpointError | ConfigError | LookupError | TypeError | ValueError):
             raise CheckpointError(
                 f"{path} cannot be restored ({error or type(error).__name__}): {_DELETE}"
             ) from error
         raise
+
+
+def digest(layers: dict[str, Any]) -> str:
+    """Of the layers' states: that each field may be true does not make them true of one cache."""
+    return hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _EXTRAS = {
     "matplotlib": "plot",
     "prometheus_client": "metrics",
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
+    "gguf": "gguf",
 }
 
 

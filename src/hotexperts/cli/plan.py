@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
-from hotexperts.cli import console, options
+from hotexperts.cli import console, lists, options
+from hotexperts.cli.plan_report import Job, Row, one_table, sizes_table
 from hotexperts.config import format_bytes, parse_bytes
 from hotexperts.errors import ConfigError
 
 if TYPE_CHECKING:
     from hotexperts.plan.forecast import Forecast
     from hotexperts.plan.machine import Machine
-    from hotexperts.plan.model import ModelFacts
     from hotexperts.plan.split import Parallel, Split
 
-Rows: TypeAlias = "list[tuple[str, str]]"
 _CONTEXT = 8192
-_SLOW_LINK_GB_S, _SLOW_MEMORY_GB_S = 12.0, 300.0  # of a machine that nothing is said of
+_SLOW = {"memory_gb_s": 300.0, "link_gb_s": 12.0, "tflops": 25.0}  # where nothing is said of it
+_OWN_SHARE = 0.9  # of a GPU's memory, where no size is given
+_NO_ENGINE = (
+    "Neither vLLM with hotexperts nor hotexperts run reads GGUF: this is what its bytes would give."
+)
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Folder with config.json and safetensors; only headers are read.")
+        str,
+        typer.Argument(
+            help="Folder with config.json and safetensors, hub id, or .gguf file; only headers "
+            "are read."
+        ),
     ],
     vram: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="SIZE", help="GPU memory to use, such as 8GiB.", show_default="the GPU's"
+            metavar="SIZE",
+            help=f"GPU memory to use, such as 8GiB; several make a table. {lists.HELP}",
+            show_default="0.9 of the GPU's",
         ),
     ] = None,
     ram: Annotated[
@@ -58,6 +63,10 @@ def plan(
     memory_gb_s: Annotated[
         float | None, typer.Option(metavar="X", help="Of the GPU's own memory.", min=1.0, max=1e6)
     ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of the GPU's matrix units, 16 bits.", min=0.1, max=1e6),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -77,67 +86,99 @@ def plan(
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
-    """Reckon slots, memory and speed before anything is downloaded to a GPU or loaded.
+    """Reckon slots, memory and speed before any weight is downloaded or loaded.
 
-    Speeds are those of vLLM with its CUDA graphs. Hit rates are replayed on routing drawn for the
-    model's shape; recorded routing missed up to 1.9 times as much, which is the worse end. Of
-    several GPUs, sizes are each one's, and what they tell each other takes no time.
+    Speeds are those of vLLM with its CUDA graphs, and of Transformers' own loop. Hit rates are
+    replayed on routing drawn for the model's shape; recorded routing missed up to 2.5 times as
+    much, which is the worse end. Of several GPUs, sizes are each one's, and what they tell each
+    other takes no time.
     """
     with console.errors_as_one_line(debug):
-        from hotexperts.plan.forecast import forecast
-        from hotexperts.plan.model import read_facts
+        from hotexperts.plan.source import read_facts
 
         split = _split(gpus, parallel, gpus_per_link)
-        machine, budget = _machine(gpu, vram, link_gb_s, memory_gb_s)
-        facts = read_facts(Path(model))
+        asked = {"memory_gb_s": memory_gb_s, "link_gb_s": link_gb_s, "tflops": tflops}
+        machine, budgets = _machine(gpu, lists.split("--vram", vram, ()), asked)
+        ram_nbytes = None if ram is None else _bytes("--ram", ram)
+        with console.prints_to_stderr():
+            facts = read_facts(model)
         tokens = options.context(context, _CONTEXT, facts.max_positions)
-        forecast_of = partial(
-            forecast,
-            facts,
-            machine,
-            budget_nbytes=budget,
-            ram_nbytes=None if ram is None else _bytes("--ram", ram),
-            context=tokens,
-            batch=batch,
-        )
-        found = forecast_of(split=split)
-        commands = _commands(facts, budget, tokens, batch, found.gpu_nbytes["KV cache"], split)
+        job = Job(facts, machine, tokens, batch, split)
+        rows = _rows(job, budgets, ram_nbytes)
         if as_json:
-            more = {"model": model, "machine": machine._asdict(), "commands": commands}
-            console.show_json(asdict(found) | more | {"split": asdict(split)})
-            return
-        rows = _rows(facts, machine, found, batch)
-        if gpus > 1:
-            rows += _rows_of_ranks(found, split, forecast_of)
-        console.show(_table(rows))
-        for command in commands:
-            typer.echo(f"  {command}")
+            found = [_as_json(row, job) for row in rows]
+            console.show_json(found if len(budgets) > 1 else found[0])
+        elif len(budgets) > 1:
+            console.show(sizes_table(job, rows))
+        else:
+            _show_one(rows[0], job, ram_nbytes)
+
+
+def _show_one(row: Row, job: Job, ram_nbytes: int | None) -> None:
+    assert row.forecast is not None, "what does not fit alone is an error"
+    other = None
+    if (way := job.split.other_way()) is not None:
+        other = _row(job._replace(split=way), row.budget_nbytes, ram_nbytes)
+    console.show(one_table(job, row.forecast, other))
+    for command in _commands(job, row.budget_nbytes, row.forecast):
+        typer.echo(f"  {command}")
+    if job.facts.is_gguf:
+        typer.echo(_NO_ENGINE)
+
+
+def _rows(job: Job, budgets: list[int], ram_nbytes: int | None) -> list[Row]:
+    """A forecast for each size.
+
+    Raises:
+        ConfigError: none fits; what the last of them lacks.
+    """
+    rows = [_row(job, budget, ram_nbytes) for budget in budgets]
+    if not any(row.forecast for row in rows):
+        raise ConfigError(str(rows[-1].refusal))
+    return rows
+
+
+def _row(job: Job, budget: int, ram_nbytes: int | None) -> Row:
+    from hotexperts.plan.forecast import forecast
+
+    try:
+        found = forecast(
+            job.facts,
+            job.machine,
+            budget_nbytes=budget,
+            ram_nbytes=ram_nbytes,
+            context=job.tokens,
+            batch=job.batch,
+            split=job.split,
+        )
+    except ConfigError as error:
+        return Row(budget, None, str(error))
+    return Row(budget, found, None)
 
 
 def _machine(
-    gpu: str | None, vram: str | None, link_gb_s: float | None, memory_gb_s: float | None
-) -> tuple[Machine, int]:
-    """The GPU, and how much of its memory to use."""
+    gpu: str | None, sizes: list[str], asked: dict[str, float | None]
+) -> tuple[Machine, list[int]]:
+    """The GPU, and how much of its memory to use: one size or several."""
     from hotexperts.plan.machine import Machine, by_name
 
-    if gpu is None and vram is None:
+    if gpu is None and not sizes:
         raise ConfigError(
             "give --gpu NAME, or --vram SIZE and --link-gb-s X (hotexperts doctor measures it)"
         )
-    budget = None if vram is None else _bytes("--vram", vram)
+    budgets = [_bytes("--vram", size) for size in sizes]
     if gpu is not None:
         found = by_name(gpu)
     else:
-        assert budget is not None, "one of both is given"
-        found = Machine("assumed, as its memory's", budget, _SLOW_MEMORY_GB_S, _SLOW_LINK_GB_S)
-    if budget is not None and budget > found.vram_nbytes:
-        raise ConfigError(
-            f"--vram {vram} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
-        )
-    found = found._replace(
-        link_gb_s=link_gb_s or found.link_gb_s, memory_gb_s=memory_gb_s or found.memory_gb_s
-    )
-    return found, budget or int(0.9 * found.vram_nbytes)
+        found = Machine("assumed where not given", max(budgets), **_SLOW)
+    for size, budget in zip(sizes, budgets, strict=True):
+        if budget > found.vram_nbytes:
+            raise ConfigError(
+                f"--vram {size} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
+            )
+    values: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    found = found._replace(**values)
+    return found, budgets or [int(_OWN_SHARE * found.vram_nbytes)]
 
 
 def _bytes(option: str, text: str) -> int:
@@ -155,83 +196,32 @@ def _split(gpus: int, parallel: str, gpus_per_link: int) -> Split:
     return Split(gpus, cast("Parallel", parallel), gpus_per_link)
 
 
-def _commands(
-    facts: ModelFacts, budget: int, context: int, batch: int, kv_nbytes: int, split: Split
-) -> list[str]:
-    gib, name = f"{budget / 2**30:.4g}", shlex.quote(facts.name)
+def _commands(job: Job, budget: int, found: Forecast) -> list[str]:
+    """What runs the model so; nothing for what nothing here reads."""
+    if job.facts.is_gguf:
+        return []
+    gib, name, split = f"{budget / 2**30:.4g}", shlex.quote(job.facts.name), job.split
     several = f" --tensor-parallel-size {split.num_gpus}" if split.num_gpus > 1 else ""
     several += " --enable-expert-parallel" if split.parallel == "ep" else ""
-    found = [
-        f"vllm serve {name} --moe-expert-cache-gib {gib} --max-model-len {context} "
-        f"--max-num-seqs {batch} --kv-cache-memory-bytes {kv_nbytes}{several}"
+    commands = [
+        f"vllm serve {name} --moe-expert-cache-gib {gib} --max-model-len {job.tokens} "
+        f"--max-num-seqs {job.batch} --max-num-batched-tokens {found.prefill_tokens} "
+        f"--kv-cache-memory-bytes {found.gpu_nbytes['KV cache']}{several}"
     ]
-    if not facts.is_quantised and not several:  # Transformers would hold them in 16 bits
-        found.append(f"hotexperts run {name} --expert-cache-gib {gib} --context {context}")
-    return found
+    if job.has_loop():
+        commands.append(f"hotexperts run {name} --expert-cache-gib {gib} --context {job.tokens}")
+    return commands
 
 
-def _rows(facts: ModelFacts, machine: Machine, found: Forecast, batch: int) -> Rows:
-    return [
-        ("fits", f"{found.capacity} of {facts.layers[0].num_experts} experts in each MoE layer"),
-        ("", found.reason),
-        ("GPU", _parts(found.gpu_nbytes)),
-        ("host", f"{format_bytes(found.host_nbytes)} of experts"),
-        ("link", f"{machine.link_gb_s:g} GB/s ({machine.name})"),
-        ("memory", f"{machine.memory_gb_s:g} GB/s"),
-        ("hits", f"{_range(found.hit_rate, 100)} %"),
-        ("missed", f"{_range(found.missed_gb, 1)} GB a step"),
-        ("decode", f"{_range(found.decode_tokens_per_s, 1)} tokens/s, batch {batch}"),
-        ("bound", f"{_number(found.bound_tokens_per_s)} tokens/s, with all copies hidden"),
-        ("prefill", f"at most {found.prefill_tokens_per_s:,.0f} tokens/s"),
-        ("limit", found.limit),
-    ]
-
-
-def _rows_of_ranks(found: Forecast, split: Split, forecast_of: Callable[..., Forecast]) -> Rows:
-    """Of several GPUs: what each holds and copies, and the other way of splitting experts."""
-    other = replace(split, parallel="tp" if split.parallel == "ep" else "ep")
-    try:
-        otherwise = _speed(forecast_of(split=other))
-    except ConfigError as error:
-        otherwise = str(error)
-    share = format_bytes(found.host_nbytes // split.num_gpus)
-    links = "its own" if split.gpus_per_link == 1 else f"one of {split.gpus_per_link} on its"
-    return [
-        ("GPUs", f"{split.num_gpus}, {_way(split)}: {share} of experts each, {links} link"),
-        ("each", _speed(found)),
-        ("or", f"{_way(other)}: {otherwise}"),
-        ("", "what GPUs tell each other is not counted"),
-    ]
-
-
-def _way(split: Split) -> str:
-    return "a part of every expert" if split.parallel == "tp" else "whole experts"
-
-
-def _speed(found: Forecast) -> str:
-    waves = _range(found.waves, 1)
-    return (
-        f"{found.capacity} slots, copies {_range(found.copy_ms, 1)} ms a step, {waves} kernel "
-        f"{'call' if waves == '1' else 'calls'} a layer, at most "
-        f"{_range(found.decode_tokens_per_s, 1)} tokens/s"
-    )
-
-
-def _table(rows: Rows) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _parts(nbytes: dict[str, int]) -> str:
-    return ", ".join(f"{format_bytes(n)} {name}" for name, n in nbytes.items())
-
-
-def _range(pair: Any, factor: float) -> str:
-    low, high = (_number(factor * value) for value in sorted(pair))
-    return low if low == high else f"{low} to {high}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _as_json(row: Row, job: Job) -> dict[str, Any]:
+    about = {
+        "model": job.facts.name,
+        "machine": job.machine._asdict(),
+        "split": asdict(job.split),
+        "budget_nbytes": row.budget_nbytes,
+        "expert_kinds": job.facts.expert_kinds,
+    }
+    if row.forecast is None:
+        return about | {"refusal": row.refusal}
+    commands = _commands(job, row.budget_nbytes, row.forecast)
+    return asdict(row.forecast) | about | {"commands": commands}

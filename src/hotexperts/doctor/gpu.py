@@ -46,9 +46,11 @@ def check_gpus(*, measures: bool) -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
     facts = query()
-    yield _link(facts)
+    measured = list(_measured(facts)) if measures else []
     if measures:
-        yield from _measured(facts)
+        facts = query() or facts  # of a link that has just been in use: saving power, it is slower
+    yield _link(facts, is_awake=measures)
+    yield from measured
 
 
 def _gpu(index: int) -> Check:
@@ -57,6 +59,7 @@ def _gpu(index: int) -> Check:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     found = f"{properties.name}, {format_bytes(free)} of {format_bytes(total)} free"
+    found += f", CUDA {torch.version.cuda}"
     values = {"total_bytes": total, "free_bytes": free, "cuda": torch.version.cuda}
     if (properties.major, properties.minor) >= (8, 0):
         return Check(f"GPU {index}", Status.GREEN, found, values=values)
@@ -98,7 +101,13 @@ def _most(facts: dict[str, str]) -> tuple[int, int] | None:
         return None
 
 
-def _link(facts: dict[str, str]) -> Check:
+def _link(facts: dict[str, str], *, is_awake: bool) -> Check:
+    """Its generation and lanes now, against what it could have.
+
+    Args:
+        facts: nvidia-smi's.
+        is_awake: it was in use a moment ago.
+    """
     most = _most(facts)
     try:
         now = int(facts["generation"]), int(facts["lanes"])
@@ -115,7 +124,9 @@ def _link(facts: dict[str, str]) -> Check:
         return Check("link", Status.YELLOW, found, remedy, values)
     if now[0] < most[0]:
         remedy = (
-            f"PCIe {most[0]}.0 under load, if the GPU only saves power now: see what is measured"
+            f"the GPU has PCIe {most[0]}.0: look at the slot, a riser, and the BIOS"
+            if is_awake
+            else f"PCIe {most[0]}.0 under load, if the GPU only saves power now: measure it"
         )
         return Check("link", Status.YELLOW, found, remedy, values)
     return Check("link", Status.GREEN, found, values=values)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hotexperts.errors import ConfigError
 from hotexperts.plan.machine import Machine
 from hotexperts.plan.model import ModelFacts
-from hotexperts.plan.split import Split, demand, part_of, waves
-from hotexperts.sizing import banks_nbytes, capacity_for_budget
+from hotexperts.plan.speed import LOOP_LAYER_MS, ONE_GPU, prefill_ms, step
+from hotexperts.plan.split import Split, part_of, waves
+from hotexperts.sizing import (
+    CONTEXT_NBYTES,
+    SizePlan,
+    banks_nbytes,
+    capacity_for_budget,
+    workspace_nbytes,
+)
 
-# CUDA context, libraries and captured graphs, activations and workspaces of 2048 tokens.
-WORKSPACE_NBYTES = 1_200_000_000
 HOST_RESERVE_NBYTES = 2_000_000_000
-PREFILL_TOKENS = 2048  # of a step; vLLM takes more on large GPUs
-LAYER_MS = 0.06  # of launches and small kernels in a CUDA graph, vLLM on an H200
-PART_OF_LINK = 0.92  # what copies by a kernel reach of the copy engine's rate
-MOST_MISSES = 1.9  # of recorded routing over drawn: docs/decisions/0013-forecasts-are-ranges.md
-ONE_GPU = Split()
+PREFILL_TOKENS = (2048, 1024, 512, 256)  # of a step: the first that leaves room for a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,12 @@ class Forecast:
         missed_gb: a decode step, 10^9 bytes.
         copy_ms: what their copies take, on a link that others may use.
         waves: kernel calls of a layer in a decode step: (least, most).
-        decode_tokens_per_s: of all sequences together.
+        decode_tokens_per_s: of all sequences together, in vLLM with its CUDA graphs.
         bound_tokens_per_s: with copies hidden behind compute as far as they can be.
-        prefill_tokens_per_s: of long prompts, at most: computing is not counted.
+        loop_tokens_per_s: as `decode_tokens_per_s`, in Transformers' own loop; None: it has one
+            GPU.
+        prefill_tokens_per_s: of long prompts.
+        prefill_tokens: of a step of it.
         limit: what the speed depends on most.
     """
 
@@ -49,7 +54,9 @@ class Forecast:
     waves: tuple[int, int]
     decode_tokens_per_s: tuple[float, ...]
     bound_tokens_per_s: float
-    prefill_tokens_per_s: float
+    loop_tokens_per_s: tuple[float, ...] | None
+    prefill_tokens_per_s: tuple[float, ...]
+    prefill_tokens: int
     limit: str
 
 
@@ -62,8 +69,9 @@ def forecast(
     context: int,
     batch: int,
     split: Split = ONE_GPU,
+    prefill_tokens: tuple[int, ...] = PREFILL_TOKENS,
 ) -> Forecast:
-    """For vLLM with its CUDA graphs, on this machine.
+    """What to expect on this machine.
 
     Args:
         facts: the model.
@@ -73,6 +81,7 @@ def forecast(
         context: tokens of each sequence.
         batch: sequences at once.
         split: over how many GPUs, and how. What ranks tell each other takes no time here.
+        prefill_tokens: of a step, those to try in turn.
 
     Raises:
         ConfigError: it does not fit, the message has the sum; or it cannot be split so.
@@ -85,102 +94,70 @@ def forecast(
             "model of fewer bits, or more memory"
         )
     kv = context * batch * part.kv_nbytes_per_token
-    plan = capacity_for_budget(
-        budget_nbytes, part.other_nbytes + kv + WORKSPACE_NBYTES, part.layers
+    plan, num_tokens = _slots(part, budget_nbytes, kv, batch, prefill_tokens)
+    capacity = plan.capacity
+    graph = step(facts, machine, capacity, batch, kv, split)
+    prefill = prefill_ms(facts, machine, capacity, num_tokens, split)
+    loop = None
+    if split.num_gpus == 1:
+        loop_ms = step(facts, machine, capacity, batch, kv, split, LOOP_LAYER_MS).ms
+        loop = tuple(1e3 * batch / ms for ms in loop_ms)
+    return Forecast(
+        capacity=capacity,
+        reason=plan.reason,
+        gpu_nbytes=_gpu_nbytes(part, capacity, kv, batch, num_tokens),
+        host_nbytes=facts.expert_nbytes,
+        hit_rate=graph.hit_rate,
+        missed_gb=graph.missed_gb,
+        copy_ms=graph.copy_ms,
+        waves=waves(part.layers[0], capacity, batch),
+        decode_tokens_per_s=tuple(1e3 * batch / ms for ms in graph.ms),
+        bound_tokens_per_s=1e3 * batch / graph.bound_ms,
+        loop_tokens_per_s=loop,
+        prefill_tokens_per_s=tuple(1e3 * num_tokens / ms for ms in prefill),
+        prefill_tokens=num_tokens,
+        limit=graph.limit,
     )
-    gpu = {
+
+
+def _slots(
+    part: ModelFacts, budget_nbytes: int, kv: int, batch: int, prefill_tokens: tuple[int, ...]
+) -> tuple[SizePlan, int]:
+    """As many as fit beside a prefill step of the most tokens; and so many tokens."""
+    *more, least = prefill_tokens
+    for num_tokens in more:
+        with suppress(ConfigError):
+            return _slots_beside(part, budget_nbytes, kv, batch, num_tokens), num_tokens
+    return _slots_beside(part, budget_nbytes, kv, batch, least), least
+
+
+def _slots_beside(
+    part: ModelFacts, budget_nbytes: int, kv: int, batch: int, num_tokens: int
+) -> SizePlan:
+    other = part.other_nbytes + kv + CONTEXT_NBYTES + _workspace(part, num_tokens, batch)
+    return capacity_for_budget(budget_nbytes, other, part.layers)
+
+
+def _gpu_nbytes(
+    part: ModelFacts, capacity: int, kv: int, batch: int, num_tokens: int
+) -> dict[str, int]:
+    return {
         "other weights": part.other_nbytes,
         "KV cache": kv,
-        "slots": plan.capacity * sum(shape.row_nbytes for shape in part.layers),
-        "banks": banks_nbytes(part.layers, plan.capacity),
-        "context and workspace": WORKSPACE_NBYTES,
+        "slots": capacity * sum(shape.row_nbytes for shape in part.layers),
+        "banks": banks_nbytes(part.layers, capacity),
+        "CUDA context": CONTEXT_NBYTES,
+        f"workspace of {num_tokens} tokens": _workspace(part, num_tokens, batch),
     }
-    speed = step(facts, machine, plan.capacity, batch, kv, split)
-    return Forecast(
-        plan.capacity,
-        plan.reason,
-        gpu,
-        facts.expert_nbytes,
-        speed.hit_rate,
-        speed.missed_gb,
-        speed.copy_ms,
-        waves(part.layers[0], plan.capacity, batch),
-        tuple(1e3 * batch / ms for ms in speed.ms),
-        1e3 * batch / speed.bound_ms,
-        _prefill_tokens_per_s(part, machine, plan.capacity, split),
-        speed.limit,
+
+
+def _workspace(part: ModelFacts, num_tokens: int, batch: int) -> int:
+    """Of one rank: each has all tokens and logits, and its part of an expert's width."""
+    return workspace_nbytes(
+        num_tokens,
+        batch,
+        top_k=part.layers[0].top_k,
+        hidden_size=part.hidden_size,
+        expert_width=part.expert_width,
+        vocab_size=part.vocab_size,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A decode step; pairs are (worst, best)."""
-
-    hit_rate: tuple[float, float]
-    missed_gb: tuple[float, float]
-    copy_ms: tuple[float, float]
-    ms: tuple[float, float]
-    bound_ms: float
-    limit: str
-
-
-def step(
-    facts: ModelFacts,
-    machine: Machine,
-    capacity: int,
-    batch: int,
-    kv_nbytes: int,
-    split: Split = ONE_GPU,
-) -> Step:
-    """What a decode step of so many sequences takes.
-
-    Resident time: what is read, at the memory's rate, and a fixed part for each layer. Copies come
-    on top, one after another, as on demand they do. All ranks wait for the one that copies most.
-
-    Args:
-        facts: the whole model.
-        machine: one GPU.
-        capacity: slots of a rank's layer.
-        batch: sequences.
-        kv_nbytes: that a rank reads.
-        split: over GPUs.
-    """
-    shape, part = facts.layers[0], part_of(facts, split)
-    num_ranks = split.num_gpus if split.parallel == "ep" else 1  # that have experts of their own
-    asked = demand(shape.num_experts, shape.top_k, capacity, batch, num_ranks)
-    expert_gb = sum(layer.row_nbytes for layer in part.layers) / 1e9
-    read_gb = (part.other_nbytes + kv_nbytes) / 1e9 + asked.demanded * expert_gb
-    resident_ms = 1e3 * read_gb / machine.memory_gb_s + LAYER_MS * facts.num_layers
-    pair = (min(asked.demanded, MOST_MISSES * asked.missed), asked.missed)
-    # Ranks on one link take turns: it brings what all of them miss, and the most to one alone.
-    together = max(1.0, split.gpus_per_link * asked.mean_missed / max(asked.missed, 1e-9))
-    gb_ms = 1e3 * together / machine.link_gb_s
-    link_ms = (pair[0] * expert_gb * gb_ms, pair[1] * expert_gb * gb_ms)
-    copy_ms = (link_ms[0] / PART_OF_LINK, link_ms[1] / PART_OF_LINK)
-    return Step(
-        (1 - pair[0] / asked.demanded, 1 - pair[1] / asked.demanded),
-        (pair[0] * expert_gb, pair[1] * expert_gb),
-        copy_ms,
-        (resident_ms + copy_ms[0], resident_ms + copy_ms[1]),
-        max(resident_ms, link_ms[1]),
-        "the link" if link_ms[1] > resident_ms else "the GPU's memory",
-    )
-
-
-def _prefill_tokens_per_s(
-    facts: ModelFacts, machine: Machine, capacity: int, split: Split
-) -> float:
-    """A step of a long prompt asks for every expert, and all that are absent stream.
-
-    Args:
-        facts: a rank's part of the model.
-        machine: one GPU.
-        capacity: slots of a rank's layer.
-        split: how many ranks stream over one link.
-    """
-    absent_gb = sum((s.num_experts - capacity) * s.row_nbytes for s in facts.layers) / 1e9
-    absent_gb *= split.gpus_per_link
-    resident_gb = (facts.other_nbytes + facts.expert_nbytes) / 1e9
-    stream_s = absent_gb / (PART_OF_LINK * machine.link_gb_s)
-    read_s = resident_gb / machine.memory_gb_s + 1e-3 * LAYER_MS * facts.num_layers
-    return PREFILL_TOKENS / max(stream_s, read_s)

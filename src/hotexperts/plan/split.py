@@ -53,6 +53,12 @@ class Split:
                 "and --gpus-per-link from 1 to as many"
             )
 
+    def other_way(self) -> Split | None:
+        """The same GPUs with experts spread the other way; None: there is one."""
+        if self.num_gpus == 1:
+            return None
+        return replace(self, parallel="tp" if self.parallel == "ep" else "ep")
+
 
 class Demand(NamedTuple):
     """What a layer asks of the rank that is asked most, a step, in experts.
@@ -92,6 +98,7 @@ def part_of(facts: ModelFacts, split: Split) -> ModelFacts:
         other_nbytes=-(-facts.other_nbytes // n),
         expert_nbytes=sum(shape.num_experts * shape.row_nbytes for shape in layers),
         kv_nbytes_per_token=-(-facts.kv_nbytes_per_token // min(n, facts.kv_parts)),
+        expert_width=facts.expert_width // (n if split.parallel == "tp" else 1),
     )
 
 

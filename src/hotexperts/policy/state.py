@@ -41,8 +41,8 @@ def load_state(policy: Policy, state: Mapping[str, Any]) -> None:
     values = {}
     for name, plain in state["history"].items():
         try:
-            values[name] = _revived(attrgetter(name)(policy), plain)
-        except (TypeError, ValueError, OverflowError) as error:
+            values[name] = _revived(attrgetter(name)(policy), plain, policy.num_experts)
+        except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
                 f"state of policy {_label(policy)!r}: {name} is damaged ({error}): save it anew"
             ) from error
@@ -112,8 +112,9 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _revived(like: Any, plain: Any) -> Any:
-    """The value whose plain form is `plain`, of the kind of `like`."""
+def _revived(like: Any, plain: Any, num_experts: int) -> Any:
+    """The value whose plain form is `plain`, of the kind of `like`; sets and dicts hold experts."""
+    _check_numbers(plain)
     if isinstance(like, np.ndarray):
         return _array(like, plain)
     if isinstance(like, random.Random):
@@ -122,18 +123,42 @@ def _revived(like: Any, plain: Any) -> Any:
         draw.setstate((version, tuple(words), gauss))
         return draw
     if isinstance(like, set | dict):
-        return type(like)(plain)
+        found = type(like)(plain)
+        if not all(type(expert) is int and 0 <= expert < num_experts for expert in found):
+            raise ValueError(f"an expert that is none of {num_experts}")
+        if isinstance(found, dict) and any(isinstance(value, list) for value in found.values()):
+            raise TypeError("a list, not a number")
+        return found
     if isinstance(like, list):
         if len(plain) != len(like):
             raise ValueError(f"{len(plain)} values, not {len(like)}")
+        for value, other in zip(like, plain, strict=True):
+            if other is None:
+                raise TypeError("None, not a number")
+            _check_kind(value, other)
         return list(plain)
-    if not isinstance(plain, int | float | None):
-        raise TypeError(f"{plain!r}, not a number")
+    _check_kind(like, plain)  # None may become a number, and a number None
     return plain
 
 
+def _check_kind(like: Any, plain: Any) -> None:
+    """Whether a number may stand for another."""
+    if isinstance(plain, list) or (isinstance(like, int) and isinstance(plain, float)):
+        raise TypeError(f"{plain!r:.40}, not a {'whole ' * isinstance(like, int)}number")
+
+
+def _check_numbers(plain: Any) -> None:
+    """Whether there are only numbers, and lists of them: no text, no NaN, none over 64 bits."""
+    if isinstance(plain, list):
+        for value in plain:
+            _check_numbers(value)
+    elif plain is not None and not (isinstance(plain, int | float) and abs(plain) < 2**63):
+        raise TypeError(f"{plain!r:.40}, not a number")
+
+
 def _array(like: np.ndarray[Any, Any], plain: Any) -> np.ndarray[Any, Any]:
-    found = np.array(plain, like.dtype)
+    with np.errstate(over="raise"):
+        found = np.array(plain, like.dtype)
     if found.shape != like.shape:
         raise ValueError(f"shape {found.shape}, not {like.shape}")
     return found

@@ -156,6 +156,8 @@ class _Body:
             Refusal: it is too large, or takes too long.
         """
         too_large = Refusal(413, f"the body has more than {most_nbytes} bytes")
+        if announced is not None and not re.fullmatch(r"\d{1,18}", announced, re.ASCII):
+            raise Refusal(400, f"Content-Length is {announced[:40]!r}: give a number of bytes")
         if announced is not None and int(announced) > most_nbytes:
             raise too_large
         try:

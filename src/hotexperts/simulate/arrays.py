@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotexperts.simulate.trace import DECODE, NOT_RECORDED, PREFILL, Trace, TraceError
+from hotexperts.simulate.trace import DECODE, MAX_CELLS, NOT_RECORDED, PREFILL, Trace, TraceError
 
 GUESSES = {"guesses": "output", "guesses_input": "input"}  # by token; to their taps
 NEXT_LAYER = {"next_layer_from_output": "output", "next_layer_from_moe_input": "input"}
+_MOST_NBYTES = 8 * MAX_CELLS + (1 << 20)  # of one array: ids of 64 bits
 FIRST_DECODE_POSITION = 128  # of the layout by sequence and position
 NAMES = ("ids", "phase", "seq", "meta")
 UNREADABLE = (  # what numpy and zipfile raise over bytes that are no archive
@@ -67,7 +68,11 @@ def _load(path: Path) -> Arrays:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.ndarray):
                 raise TraceError("one bare array: give an .npz with 'ids', 'phase' and 'seq'")
-            return {name: found[name] for name in (*NAMES, *GUESSES, *NEXT_LAYER) if name in found}
+            wanted = (*NAMES, *GUESSES, *NEXT_LAYER)
+            for entry in found.zip.infolist():
+                if entry.file_size > _MOST_NBYTES and entry.filename.removesuffix(".npy") in wanted:
+                    raise TraceError(f"{entry.filename} takes {entry.file_size} bytes unpacked")
+            return {name: found[name] for name in wanted if name in found}
     except UNREADABLE as error:
         if isinstance(error, TraceError):
             raise

@@ -11,12 +11,11 @@ from hotexperts.cache.host_memory import available_host_bytes
 from hotexperts.config import Bytes, format_bytes
 from hotexperts.errors import ConfigError, HostMemoryError
 from hotexperts.integrations.vllm.options import flag
+from hotexperts.sizing import CONTEXT_NBYTES
+from hotexperts.sizing import workspace_nbytes as step_nbytes
 
-# CUDA context, its libraries, and captured graphs: 0.5 to 0.7 GB on an H200.
-CONTEXT_NBYTES = 768 << 20
 NUM_SEQUENCES = 4  # of the greatest length have room, unless vLLM is told another size
 WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")  # ways of guessing tokens
-ROWS_PER_PAIR = 4  # two workspaces of vLLM's, the rows kept of all waves, and one more while added
 
 
 def total_nbytes(size: Any, config: Any, device: torch.device) -> int:
@@ -92,12 +91,15 @@ def _kv_nbytes(config: Any, model: Any, parallel: Any) -> int:
 def workspace_nbytes(config: Any, layer: Any) -> int:
     """Activations of the largest step: rows of pairs in MoE layers, tokens, and logits."""
     scheduler, model = config.scheduler_config, config.model_config
-    num_tokens, itemsize = scheduler.max_num_batched_tokens, model.dtype.itemsize
-    width = max(layer.hidden_size, 2 * layer.intermediate_size_per_partition)
-    pairs = ROWS_PER_PAIR * num_tokens * layer.top_k * width * itemsize
-    tokens = 8 * num_tokens * layer.hidden_size * itemsize
-    logits = 4 * scheduler.max_num_seqs * model.get_vocab_size() * 4  # float32, sorted for top-p
-    return pairs + tokens + logits
+    return step_nbytes(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs,
+        top_k=layer.top_k,
+        hidden_size=layer.hidden_size,
+        expert_width=layer.intermediate_size_per_partition,
+        vocab_size=model.get_vocab_size(),
+        itemsize=model.dtype.itemsize,
+    )
 
 
 class HostBudget:

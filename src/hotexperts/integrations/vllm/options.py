@@ -69,7 +69,13 @@ def from_additional_config(additional: Any) -> ExpertCacheOptions | None:
         ConfigError: one that cannot take effect; the message names its flag.
     """
     given = additional.get(KEY) if isinstance(additional, Mapping) else None
-    return None if given is None else parse(given)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"additional_config[{KEY!r}] is {given!r:.80}: give an object with {', '.join(NAMES)}"
+        )
+    return parse(given)
 
 
 def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
@@ -81,12 +87,12 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     Raises:
         ConfigError: one that cannot take effect; the message names its flag.
     """
-    unknown = sorted(set(given) - set(NAMES))
+    unknown = sorted(set(given) - set(NAMES), key=str)
     if unknown:
         raise ConfigError(f"additional_config[{KEY!r}] has {unknown}: use {', '.join(NAMES)}")
     more = _parse_more(given.get("options"))
     prefill_tokens = more.get("prefill_tokens", DEFAULT_PREFILL_TOKENS)
-    if not isinstance(prefill_tokens, int) or prefill_tokens < 1:
+    if type(prefill_tokens) is not int or prefill_tokens < 1:
         raise ConfigError(
             f"{flag('options')}: prefill_tokens is {prefill_tokens!r}: give at least 1 token"
         )
@@ -119,9 +125,13 @@ def _parse_file(given: Mapping[str, Any], name: str) -> str | None:
     path = given.get(name)
     if path is None:
         return None
-    if not isinstance(path, str) or not path or Path(path).is_dir():
-        raise ConfigError(f"{flag('options')}: {name} is {path!r}: give the name of a file")
-    return path
+    try:
+        is_file = isinstance(path, str) and path and not Path(path).is_dir()
+    except (OSError, ValueError):  # no name that the system could have
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"{flag('options')}: {name} is {path!r:.80}: give the name of a file")
+    return str(path)
 
 
 def _parse_size(given: Mapping[str, Any]) -> CacheSize:
@@ -148,11 +158,11 @@ def _parse_more(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{flag('options')} is no JSON ({error}): {given[:80]}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{flag('options')} is {given!r}: give a JSON object")
-    unknown = sorted(set(given) - set(MORE_OPTIONS))
+    unknown = sorted(set(given) - set(MORE_OPTIONS), key=str)
     if unknown:
         raise ConfigError(f"{flag('options')} has {unknown}: known are {', '.join(MORE_OPTIONS)}")
     return given
