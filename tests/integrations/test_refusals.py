@@ -26,7 +26,7 @@ from hotexperts.errors import (
     UnsupportedOperationError,
 )
 from hotexperts.integrations.transformers.build import _kv_nbytes
-from hotexperts.integrations.transformers.modules import _top_k
+from hotexperts.integrations.transformers.modules import top_k_of
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
@@ -391,4 +391,4 @@ def test_keys_and_values_of_any_configuration(values: dict[str, Any], num_bytes:
 def test_experts_a_token_by_every_name() -> None:
     module = torch.nn.Module()
     module.config = Config(moe_topk=[2, 6])
-    assert _top_k(module, 16) == 6
+    assert top_k_of(module, 16) == 6
