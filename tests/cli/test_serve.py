@@ -438,6 +438,7 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     options += ("--chat-template", template, "--dtype", "bfloat16", "--context", 512)
     options += ("--expert-cache-gib", 6.5, "--policy", "lru", "--no-host-memory-check")
     options += ("--expert-cache-state", tmp_path / "state", "--trust-remote-code")
+    options += ("--expert-packing", "packed12", "--expert-store", "ram")  # the latter as ever
     passed = ("--max-num-seqs", "8", "--", "x")
     done = vllm("org/model", *options, "--", *passed, HOTEXPERTS_API_KEY="secret")
     found, key = json.loads(done.stdout)
@@ -445,7 +446,7 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     expected += ["--served-model-name", "name", "--chat-template", str(template)]
     expected += ["--dtype", "bfloat16", "--max-model-len", "512", "--trust-remote-code"]
     expected += ["--moe-expert-cache-gib", "6.5", "--moe-expert-cache-policy", "lru"]
-    more = {"state": str(tmp_path / "state"), "check_host_memory": False}
+    more = {"state": str(tmp_path / "state"), "packing": "packed12", "check_host_memory": False}
     expected += ["--moe-expert-cache-options", json.dumps(more), *passed]
     assert (done.returncode, found, key) == (0, expected, "secret")
     assert "secret" not in done.stderr
@@ -456,6 +457,10 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     [
         (("m", "--device", "cuda:1"), "--device cannot be had with vLLM: leave it out, or take"),
         (("m", "--max-body", "1MiB", "--cache-mode", "host"), "--cache-mode, --max-body cannot"),
+        (
+            ("m", "--max-requests", 16, "--expert-store", "file"),
+            "--expert-store, --max-requests ca",
+        ),
         (("m", "--", "--host=0.0.0.0"), "--host after '--': hotexperts gives that to vLLM itself"),
         (("m", "--", "--api_key", "x"), "--api-key after '--'"),
         (("m", "--host", "0.0.0.0"), "can be reached from other machines: give --api-key"),
