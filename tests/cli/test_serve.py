@@ -266,11 +266,16 @@ def test_the_context_is_a_limit(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="more than the context of 200") as caught:
         create(prompt="x " * 2000, **greedy())
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="7 tokens of prompt and 194 new ones"):
-        create(prompt=PROMPT, stream=True, **greedy(194))
-    assert create(prompt=PROMPT, **greedy(193)).usage.total_tokens == CONTEXT
+    text = PROMPT * 25
+    num_prompt = create(prompt=text, **greedy(1)).usage.prompt_tokens
+    room = CONTEXT - num_prompt
+    assert 0 < room < 40, "a short answer fills the context"
+    message = f"{num_prompt} tokens of prompt and {room + 1} new ones"
+    with pytest.raises(openai.BadRequestError, match=message):
+        create(prompt=text, stream=True, **greedy(room + 1))
+    assert create(prompt=text, **greedy(room)).usage.total_tokens == CONTEXT
     assert create(prompt=PROMPT, model=NAME, temperature=0).usage.completion_tokens == 16
-    messages = [{"role": "user", "content": "x"}]
+    messages = [{"role": "user", "content": text}]
     answer = server.client().chat.completions.create(messages=messages, model=NAME, temperature=0)
     assert answer.usage.total_tokens == CONTEXT or answer.choices[0].finish_reason == "stop"
 

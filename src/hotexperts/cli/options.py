@@ -239,8 +239,9 @@ def load_options(
 
 
 def given_names(call: typer.Context) -> list[str]:
-    """The parameters that are on the command line, in the order of the function's."""
-    sources = {name: call.get_parameter_source(name) for name in call.params}
+    """The parameters that are on the command line, in the order of the help."""
+    names = [str(parameter.name) for parameter in call.command.params]
+    sources = {name: call.get_parameter_source(name) for name in names}
     return [name for name, found in sources.items() if found and found.name == "COMMANDLINE"]
 
 
