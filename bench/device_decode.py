@@ -24,6 +24,7 @@ import cases
 import core_decode
 import machine
 import olmoe
+from hotexperts.bench.bound import bound
 from hotexperts.bench.decode import Decoder
 
 CASES = (
@@ -54,11 +55,9 @@ def add_bounds(table: cases.Table) -> dict[str, Any]:
     for row in table.values():
         if "step_ms" not in row:  # of the eager loop, whose steps are not comparable
             continue
-        step, link = row["step_ms_mean"], row["link_gb_s"] * 1e6  # bytes a millisecond
-        missed = row.get("bytes_per_step", 0)
-        row["serial_floor_ms"] = base + missed / (0.94 * link)
+        step, missed = row["step_ms_mean"], row.get("bytes_per_step", 0)
+        row |= bound(step, base, missed, row["link_gb_s"])._asdict()
         row["percent_of_serial_floor"] = 100 * row["serial_floor_ms"] / step
-        row["percent_of_bound"] = 100 * max(base, missed / link) / step
     return {}
 
 

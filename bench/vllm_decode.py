@@ -29,6 +29,7 @@ import cases
 import machine
 import missed_bytes
 import vllm_engine
+from hotexperts.bench.bound import bound
 from vllm_engine import Engine
 
 CASES = ("cache", "stock", "uva", "eager", "prefetch")
@@ -59,7 +60,6 @@ STEPS = {1: (60, 200), 8: (40, 80), 32: (20, 40)}  # warm, then timed
 FEW_STEPS = {1: (4, 30), 8: (4, 12), 32: (2, 8)}
 PREFILL_TOKENS = 2000
 REPEAT = 3
-PART_OF_LINK = 0.94  # what copies from within a graph are expected to reach
 
 
 def main() -> None:
@@ -97,9 +97,8 @@ def _compare(found: dict[str, Any], resident: dict[str, Any] | None, link: float
         return
     base, copy_ms = resident["ms"], 1e3 * found["missed_gb"] / link
     found["of_resident"] = found["ms"] / base
-    found["serial_floor_ms"] = base + copy_ms / PART_OF_LINK
+    found |= bound(found["ms"], base, 1e9 * found["missed_gb"], link)._asdict()
     found["percent_of_serial_floor"] = 100 * found["serial_floor_ms"] / found["ms"]
-    found["percent_of_bound"] = 100 * max(base, copy_ms) / found["ms"]
     found["of_link"] = copy_ms / found["ms"]
 
 

@@ -26,6 +26,7 @@ _MOST = 2**63 - 1  # bytes or slots: more is a slip, and Python may refuse to pr
 _MOST_DIGITS = 40
 AUTO: Literal["auto"] = "auto"
 DEFAULT_KV_TOKENS = 4096
+LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 DEFAULT_POLICY = "adv"
 
 
@@ -43,6 +44,7 @@ CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
+DEFAULT_PACKING: ExpertPacking = "none"
 
 
 def parse_bytes(text: str) -> int:
@@ -137,7 +139,7 @@ class CacheConfig:
     store: StoreKind = "ram"
     mode: CacheMode = AUTO
     check_host_memory: bool = True
-    packing: ExpertPacking = "none"
+    packing: ExpertPacking = DEFAULT_PACKING
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:

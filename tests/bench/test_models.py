@@ -134,7 +134,7 @@ def test_each_call_is_shown_first() -> None:
 
 
 def test_rows_read_the_text_from_different_places() -> None:
-    source = CheckpointSource("", "cpu", "auto", False, {"a": range(10), "b": [7]}, {})
+    source = CheckpointSource("", {"a": range(10), "b": [7]}, {"device": "cpu"})
     first, second = source.groups(None, 2, 4)
     assert (first.name, first.prompt.tolist()) == ("a", [[0, 1, 2, 3], [5, 6, 7, 8]])
     assert second.prompt.tolist() == [[7] * 4] * 2

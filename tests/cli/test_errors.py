@@ -74,8 +74,8 @@ def test_bad_options_of_run(argv: list[str], message: str, saved_model: Path, cl
     ("argv", "message"),
     [
         (["--expert-cache-size", "1,0"], "at least 1 slot"),
-        (["--expert-cache-size", ""], "--expert-cache-size '' is empty: list sizes such as"),
-        (["--expert-cache-size", ","], "--expert-cache-size ',' is empty: list sizes such as"),
+        (["--expert-cache-size", ""], "--expert-cache-size is empty: list 16,32, or"),
+        (["--expert-cache-size", ","], "--expert-cache-size is empty: list 16,32, or"),
         (["--expert-cache-size", "2,9"], "9, but a layer has only 8 experts"),
         (["--policy", "belady"], "unknown policy 'belady'"),
         (["--expert-cache-size", "2,20KiB"], "a GPU budget of 20 KiB holds 0"),
@@ -219,7 +219,7 @@ def test_out_of_memory_names_the_knob(
     def load(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("hotexperts.transformers.load", load)
+    monkeypatch.setattr("hotexperts.cli.opened.load", load)
     result = cli("run", saved_model, "--prompt", "x", *CPU)
     assert_one_line(result, "lower --expert-cache-size, or use --device cpu")
 
@@ -233,6 +233,6 @@ def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path: Path, cli: Cli
 
 
 def test_a_bug_is_no_line(saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotexperts.transformers.load", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("hotexperts.cli.opened.load", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli("run", saved_model, "--prompt", "x", *CPU)

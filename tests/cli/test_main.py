@@ -33,7 +33,7 @@ from hotexperts.serve import compat
                 "--cache-mode",
                 "auto|host|device",
                 "--tolerance",
-                "Slots a layer, 'auto', or budgets such as 6GiB, separated by commas.",
+                "Slots a layer, 'auto', or budgets such as 6GiB. Separate several by",
                 "default: (1, a quarter, half and all of the experts)",
             ],
         ),
@@ -70,8 +70,8 @@ def test_an_unknown_command_or_option_is_a_usage_error(cli: Cli) -> None:
 def test_a_missing_library_is_named_with_its_extra(
     missing: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [n for n in sys.modules if n in ("hotexperts.cli.generate", "hotexperts.cli.text")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("generate", "opened", "text"):
+        monkeypatch.delitem(sys.modules, f"hotexperts.cli.{name}", raising=False)
     monkeypatch.setattr(builtins, "__import__", _without(missing, builtins.__import__))
     result = cli("run", "somewhere", "--prompt", "x")
     assert (result.status, result.out) == (2, "")

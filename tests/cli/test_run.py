@@ -65,15 +65,17 @@ def test_greedy_output_is_the_resident_model_s(
 
 @pytest.mark.interpret
 def test_the_device_may_run_the_policy(saved_model: Path, kernel_device: str, cli: Cli) -> None:
-    options = ("--expert-cache-size", 3, "--policy", "lfu", "--max-new-tokens", NUM_NEW)
-    command = ("run", saved_model, "--prompt", PROMPT, "--device", kernel_device, *options)
-    host = cli(*command, "--cache-mode", "host", "--json").json
-    device = cli(*command, "--cache-mode", "device", "--json").json
+    options = ("--expert-cache-size", 3, "--policy", "lfu", "--device", kernel_device)
+    command = ("run", saved_model, *options)
+    some = ("--prompt", PROMPT, "--max-new-tokens", 3, "--json")  # kernels are interpreted
+    host = cli(*command, *some, "--cache-mode", "host").json
+    device = cli(*command, *some, "--cache-mode", "device").json
     assert (host["cache"]["mode"], device["cache"]["mode"]) == ("host", "device")
     assert host["cache"]["mode_reason"] is device["cache"]["mode_reason"] is None
     assert device["token_ids"] == host["token_ids"]
     assert device["stats"]["misses"] > 0
-    report = cli(*command, "--cache-mode", "device")
+    one = ("--prompt", "x", "--max-new-tokens", 1)
+    report = cli(*command, *one, "--cache-mode", "device")
     assert (report.status, report.err) == (0, "")
     assert "lfu, run by the device" in " ".join(report.out.split())
 

@@ -148,14 +148,14 @@ def test_guesses_are_counted_in_the_last_line(prompts: Path, tmp_path: Path, cli
 def test_a_cache_that_the_device_manages(
     saved_model: Path, kernel_device: str, prompts: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    argv = ("trace", saved_model, "--prompts", prompts, "--max-new-tokens", 3)
+    argv = ("trace", saved_model, "--prompts", prompts, "--max-new-tokens", 2)
     argv = (*argv, "--device", kernel_device, "--expert-cache-size", 3)
     for mode in ("host", "device"):
         out = tmp_path / f"{mode}.npz"
         assert cli(*argv, "--cache-mode", mode, "--guesses", "--out", out).status == 0
     host, device = (read_trace(tmp_path / f"{mode}.npz") for mode in ("host", "device"))
     assert np.array_equal(host.ids, device.ids)
-    assert len(host.ids) == sum(map(len, PROMPTS)) + 4
+    assert len(host.ids) == sum(map(len, PROMPTS)) + 2
     guesses = [np.load(tmp_path / f"{mode}.npz")["guesses"] for mode in ("host", "device")]
     assert np.array_equal(*guesses)
 

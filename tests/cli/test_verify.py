@@ -63,14 +63,15 @@ def test_verify_a_cache_that_the_device_manages(
         return model
 
     monkeypatch.setattr("hotexperts.cli.compare.load", spy)
-    options = ("--expert-cache-size", "1,3", "--cache-mode", "device", "--tokens", 4)
-    options = (*options, "--device", kernel_device)
-    data = cli("verify", saved_model, *options, "--json").json
+    options = ("--cache-mode", "device", "--device", kernel_device)  # kernels are interpreted
+    some = ("--expert-cache-size", "1,3", "--prompt", "def read", "--tokens", 2)
+    data = cli("verify", saved_model, *options, *some, "--json").json
     assert (data["passed"], data["cache_mode"]) == (True, "device")
     assert data["cache_mode_reason"] is None
     assert modes == ["host", "device", "device"], "one look at the model, then each size"
+    one = ("--expert-cache-size", 3, "--prompt", "x", "--tokens", 1)
     assert f"{DEFAULT_POLICY} run by the device" in " ".join(
-        cli("verify", saved_model, *options).out.split()
+        cli("verify", saved_model, *options, *one).out.split()
     )
 
 

@@ -94,10 +94,11 @@ def test_generate_makes_no_cuda_graphs_of_what_the_host_manages(checkpoint: Path
     """Whichever door the model came through, and whatever settings its folder holds."""
     disabled = {}
     for mode in ("auto", "host", "device"):
-        models = [load(checkpoint, 2, mode)]
-        models.append(hot.attach(zoo.build_model("olmoe"), cache_mode=mode, device=DEVICE))
+        models = [load(checkpoint, 2, mode, policy="lru")]
+        options = {"cache_mode": mode, "policy": "lru", "device": DEVICE}
+        models.append(hot.attach(zoo.build_model("olmoe"), **options))
         for model in models:
-            prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
+            prompt = zoo.sample_ids(batch=1, length=1).to(DEVICE)
             model.generate(prompt, max_new_tokens=2, do_sample=False)
             found = bool(model.generation_config.disable_compile)
             disabled.setdefault(model.expert_cache.mode, set()).add(found)
@@ -156,20 +157,21 @@ def test_packed_experts_give_the_same_tokens(checkpoint: Path, monkeypatch: Any)
     )
     prompt = zoo.sample_ids(batch=1, length=70).to(DEVICE)
     found = {}
-    for packing in ("none", "packed12"):
-        model = load(checkpoint, 3, "device", expert_packing=packing, dtype="bfloat16")
+    for packing, mode in (("none", "host"), ("packed12", "device")):
+        options = {"expert_packing": packing, "experts_algorithm": "batched_mm", "policy": "lru"}
+        model = load(checkpoint, 3, mode, dtype="bfloat16", **options)
         cache = model.expert_cache
-        assert cache.packing == packing
-        found[packing] = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert (cache.packing, cache.mode) == (packing, mode)
+        found[packing] = model.generate(prompt, max_new_tokens=3, do_sample=False)
         moved = cache.stats.bytes_moved
         assert moved % cache.providers[0].store.form.nbytes == 0
         attached = zoo.build_model("olmoe").bfloat16()
         hot.attach(
             attached,
             expert_cache_size=3,
-            cache_mode="device",
+            cache_mode=mode,
             device=DEVICE,
-            expert_packing=packing,
+            **options,
         )
         found[packing, "attached"] = attached(prompt).logits.detach()
     assert torch.equal(found["none"], found["packed12"])

@@ -390,3 +390,5 @@ def test_keys_and_values_of_any_configuration(values: dict[str, Any], num_bytes:
 
 def test_experts_a_token_by_every_name() -> None:
     assert top_k_of(Config(moe_topk=[2, 6]), 16) == 6
+    assert top_k_of(Config(moe_topk=[2, 6]), 4) == 4
+    assert top_k_of(Config(), 16) == 1

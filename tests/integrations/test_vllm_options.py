@@ -124,6 +124,7 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"size": 4, "options": {"state": 3}}, "state is 3: give the name of a file"),
         ({"size": 4, "options": {"state": "/"}}, "state is '/': give the name of a file"),
         ({"size": 4, "options": {"prefill_tokens": 0}}, "prefill_tokens is 0: give at least 1"),
+        ({"size": 4, "options": {"packing": "zip"}}, "^--moe-expert-cache-options: packing: exp"),
         ({"slots": 4}, r"\['slots'\]: use size, gib, policy, options"),
     ],
     ids=str,

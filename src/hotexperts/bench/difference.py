@@ -40,6 +40,13 @@ def record(model: Any, ids: list[int], forced: list[int], num_tokens: int) -> li
     return steps
 
 
+def drawn_ids(model: Any, num_ids: int) -> list[int]:
+    """Ids of a prompt, the same for every model of as many embeddings."""
+    most = model.get_input_embeddings().weight.shape[0]
+    drawn = torch.randint(most, (num_ids,), generator=torch.Generator().manual_seed(0))
+    return [int(token) for token in drawn]
+
+
 def likeliest(steps: list[Step]) -> list[int]:
     """The token that each pass would give next."""
     return [int(step.logits[-1].argmax()) for step in steps]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hotexperts.bench.decode import Decoder
-from hotexperts.bench.difference import Step, first_difference, likeliest, record
+from hotexperts.bench.difference import Step, drawn_ids, first_difference, likeliest, record
 from hotexperts.bench.rows import Found, Row, cached_row, resident_row
 from hotexperts.bench.sources import Source, free_memory, resident_or_refuse
 from hotexperts.cache.host_memory import HostBuffer
@@ -108,7 +108,7 @@ def _measure_resident(source: Source, wanted: Wanted) -> Resident:
     start = time.perf_counter()
     model = resident_or_refuse(source)
     about = {"capacity": None, "load_seconds": time.perf_counter() - start}
-    ids = _drawn_ids(model)
+    ids = drawn_ids(model, _VERIFY_PROMPT_TOKENS)
     model.set_experts_implementation("eager")
     expected = record(model, ids, [], _VERIFY_TOKENS)
     rows, ms = [], {}
@@ -141,15 +141,6 @@ def _measure_cache(
     del model
     free_memory()
     return facts, rows
-
-
-def _drawn_ids(model: Any) -> list[int]:
-    num_ids = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    drawn: list[int] = torch.randint(
-        num_ids, (_VERIFY_PROMPT_TOKENS,), generator=generator
-    ).tolist()
-    return drawn
 
 
 def _facts(model: Any) -> dict[str, Any]:

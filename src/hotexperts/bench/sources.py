@@ -20,6 +20,9 @@ from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
 
+# Of a cache that is quick to make, since the experts stay where they are.
+PROBE = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
+
 
 class Group(NamedTuple):
     """Sequences that are decoded together.
@@ -111,39 +114,22 @@ class CheckpointSource:
 
     Attributes:
         path: the checkpoint's.
-        device: where it computes.
-        dtype: of the weights.
-        trust_remote_code: run Python code of the checkpoint.
         texts: token ids by domain.
-        options: more for `load`: policy, expert_store, cache_mode, check_host_memory.
+        options: more for `load`: device, dtype, trust_remote_code, policy, ...
     """
 
     path: str
-    device: str
-    dtype: str
-    trust_remote_code: bool
     texts: Mapping[str, Sequence[int]]
     options: Mapping[str, Any]
 
     def check(self, size: str, kv_tokens: int) -> None:
         """See `Source`; the experts are left in the file, so that it is quick."""
-        probe = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
-        self._load(size, kv_tokens, probe)
+        self._load(size, kv_tokens, PROBE)
 
     def resident(self) -> Any:
         """See `Source`."""
-        from transformers import AutoModelForCausalLM
-
-        trust = {"trust_remote_code": self.trust_remote_code}
-        config, _ = read_config(self.path, dict(trust))
-        return AutoModelForCausalLM.from_pretrained(
-            self.path,
-            config=config,
-            dtype=self.dtype,
-            device_map={"": self.device},
-            use_safetensors=True,
-            **trust,
-        ).eval()
+        names = ("device", "dtype", "trust_remote_code")
+        return resident_model(self.path, **{name: self.options[name] for name in names})
 
     def cached(self, size: str, kv_tokens: int) -> Any:
         """See `Source`."""
@@ -154,16 +140,14 @@ class CheckpointSource:
             self.path,
             expert_cache_size=size,
             kv_tokens=kv_tokens,
-            device=self.device,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
             **{**self.options, **instead},
         )
 
     def groups(self, model: Any, batch: int, num_tokens: int) -> list[Group]:
         """See `Source`; each row begins elsewhere in its domain's text, which goes in a circle."""
+        device = self.options["device"]
         return [
-            Group(name, _windows(ids, batch, num_tokens).to(self.device), lambda position, n: None)
+            Group(name, _windows(ids, batch, num_tokens).to(device), lambda position, n: None)
             for name, ids in self.texts.items()
         ]
 
@@ -173,6 +157,33 @@ def _windows(ids: Sequence[int], batch: int, num_tokens: int) -> torch.Tensor:
     starts = [row * len(ids) // batch for row in range(batch)]
     rows = [[ids[(start + at) % len(ids)] for at in range(num_tokens)] for start in starts]
     return torch.tensor(rows)
+
+
+def resident_model(
+    path: str, *, device: str, dtype: str, trust_remote_code: bool, **more: Any
+) -> Any:
+    """A checkpoint as Transformers alone loads it, with every expert on the device.
+
+    Args:
+        path: the checkpoint's.
+        device: where it computes.
+        dtype: of the weights.
+        trust_remote_code: run Python code of the checkpoint.
+        **more: for `from_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    trust = {"trust_remote_code": trust_remote_code}
+    config, _ = read_config(path, dict(trust))
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        **trust,
+        **more,
+    ).eval()
 
 
 def resident_or_refuse(source: Source) -> Any:

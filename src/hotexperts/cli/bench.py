@@ -12,12 +12,12 @@ from hotexperts.bench.earlier import read_earlier
 from hotexperts.bench.shapes import SHAPES, find_shape
 from hotexperts.cli import console, lists, options
 from hotexperts.cli.bench_report import bench_report
-from hotexperts.config import AUTO, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
 from hotexperts.errors import ConfigError
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.policy import DEFAULT_POLICY
 
-_OF_SHAPES = ("layers", "traces", "sequences")
-_OF_MODELS = ("dtype", "expert_store", "domain", "trust_remote_code")
+_OF_SHAPES = {"layers", "traces", "sequences"}
+_OF_MODELS = {"dtype", "expert_store", "domain", "trust_remote_code"}
 
 
 def bench(
@@ -77,7 +77,7 @@ def bench(
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = "none",
+    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     no_resident: Annotated[
@@ -119,8 +119,15 @@ def bench(
         domains = lists.split("--domain", domain, list(DOMAINS))
         for each in domains:
             lists.check_choice("--domain", each, list(DOMAINS))
-        POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store, expert_packing)
+        load_options = options.load_options(
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            store=expert_store,
+            packing=expert_packing,
+            mode=cache_mode,
+            no_host_memory_check=no_host_memory_check,
+        )
         name, found_shape = (None, None) if shape is None else find_shape(shape, layers)
         earlier = None if compare is None else read_earlier(compare)
 
@@ -139,16 +146,8 @@ def bench(
                 prompt_tokens=prompt_tokens,
                 steps=steps,
                 has_resident=not no_resident,
-                device=device,
-                dtype=dtype.value,
-                expert_store=expert_store.value,
                 trust_remote_code=trust_remote_code,
-                options={
-                    "policy": policy,
-                    "cache_mode": cache_mode,
-                    "expert_packing": expert_packing,
-                    "check_host_memory": not no_host_memory_check,
-                },
+                load_options=load_options,
             ),
             earlier,
         )
@@ -168,8 +167,7 @@ def _check_given(call: typer.Context, model: str | None, shape: str | None) -> N
     """
     if shape is not None and model is not None:
         raise ConfigError(f"give MODEL ({model}) or --shape {shape}, not both")
-    for name in _OF_SHAPES if shape is None else _OF_MODELS:
-        source = call.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            kind = "--shape" if shape is None else "a model"
-            raise ConfigError(f"--{name.replace('_', '-')} is for {kind}: leave it out")
+    kind, names = ("--shape", _OF_SHAPES) if shape is None else ("a model", _OF_MODELS)
+    for name in options.given_names(call):
+        if name in names:
+            raise ConfigError(f"{options.option_of(name)} is for {kind}: leave it out")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotexperts.config import format_bytes
-
-Data = dict[str, Any]
-_STARTS = ("cold", "warm")
-_UNKNOWN = "-"
+from hotexperts.bench.earlier import STARTS
+from hotexperts.cli.report import Data
+from hotexperts.page.numbers import UNKNOWN, nbytes, percent
 
 
 def bench_report(data: Data) -> RenderableType:
@@ -36,7 +32,7 @@ def _title(data: Data) -> str:
     where = machine.get("gpu", f"CPU, {machine['cpu_cores']} cores, no GPU")
     return (
         f"{data['model']} ({data['model_class']}, {data['dtype']}), {data['num_layers']} layers of "
-        f"{data['num_experts']} experts of {format_bytes(data['expert_nbytes'])}; {where}; copies "
+        f"{data['num_experts']} experts of {nbytes(data['expert_nbytes'])}; {where}; copies "
         f"at {link} GB/s; {data['prompt_tokens']} tokens of prompt, {data['steps']} steps; "
         f"{data['routing']}"
     )
@@ -47,7 +43,7 @@ def _table(data: Data) -> Table:
     table = _headed(*names)
     for row in data["rows"]:
         first = [_slots(row["capacity"]), str(row["batch"])]
-        for start in _STARTS:
+        for start in STARTS:
             if start in row:
                 table.add_row(*first, start, *_cells(row[start]))
                 first = ["", ""]
@@ -79,7 +75,7 @@ def _notes(data: Data) -> list[str]:
     if data["domains"]:
         lines += (
             f"{row['capacity']} slots, warm hits: "
-            + ", ".join(f"{g['name']} {_percent(g['hit_rate'])}" for g in row["groups"])
+            + ", ".join(f"{g['name']} {percent(g['hit_rate'])}" for g in row["groups"])
             for row in rows
             if "groups" in row
         )
@@ -88,15 +84,14 @@ def _notes(data: Data) -> list[str]:
 
 def _cells(part: Data) -> list[str]:
     """Of one start; a resident model has no hits."""
-    missed = part.get("bytes_per_step")
     bound = part.get("percent_of_bound")
     return [
         _ms(part["prefill_ms"]),
         _ms(part["step_ms"]),
         f"{part['tokens_per_s']:.1f}",
-        _percent(part.get("hit_rate")),
-        _UNKNOWN if missed is None else format_bytes(int(missed)),
-        _UNKNOWN if bound is None else f"{bound:.0f} %",
+        percent(part.get("hit_rate")),
+        nbytes(part.get("bytes_per_step")),
+        UNKNOWN if bound is None else f"{bound:.0f} %",
     ]
 
 
@@ -131,19 +126,15 @@ def _changes(rows: list[Data]) -> Table:
             f"{speed['now']:.1f}",
             _signed(speed["change"]),
             _signed(row["prefill_ms"]["change"]),
-            _UNKNOWN if points is None else f"{points:+.1f}",
+            UNKNOWN if points is None else f"{points:+.1f}",
         )
     return table
 
 
 def _signed(change: float | None) -> str:
-    return _UNKNOWN if change is None else f"{100 * change:+.1f} %"
+    return UNKNOWN if change is None else f"{100 * change:+.1f} %"
 
 
 def _ms(value: float) -> str:
     """Three digits at least."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 100 else 2}f}"
-
-
-def _percent(rate: float | None) -> str:
-    return _UNKNOWN if rate is None else f"{100 * rate:.1f} %"

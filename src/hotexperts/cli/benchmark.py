@@ -24,6 +24,8 @@ from hotexperts.integrations.transformers.options import find_device
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 
+_OF_CHECKPOINTS = ("dtype", "expert_store")  # options that `attach` has not
+
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
@@ -41,11 +43,8 @@ class Benchmark:
         prompt_tokens: see `Wanted`.
         steps: see `Wanted`.
         has_resident: see `Wanted`.
-        device: None takes CUDA where there is one.
-        dtype: of a checkpoint's weights.
-        expert_store: of a checkpoint's experts.
         trust_remote_code: run Python code of the checkpoint.
-        options: more for `load` and `attach`.
+        load_options: of `options.load_options`.
     """
 
     model: str | None
@@ -59,11 +58,8 @@ class Benchmark:
     prompt_tokens: int
     steps: int
     has_resident: bool
-    device: str | None
-    dtype: str
-    expert_store: str
     trust_remote_code: bool
-    options: Mapping[str, Any]
+    load_options: Mapping[str, Any]
 
 
 def run_benchmark(asked: Benchmark, earlier: Fields | None) -> Data:
@@ -73,9 +69,11 @@ def run_benchmark(asked: Benchmark, earlier: Fields | None) -> Data:
         ConfigError: an option that cannot take effect, or an earlier result of something else.
         HotExpertsError: whatever `load` and `attach` refuse.
     """
-    device = str(find_device(asked.device))
+    load_options = {**asked.load_options, "device": str(find_device(asked.load_options["device"]))}
     source, about = (
-        _of_shape(asked, asked.shape, device) if asked.shape else _of_model(asked, device)
+        _of_shape(asked, asked.shape, load_options)
+        if asked.shape
+        else _of_model(asked, load_options)
     )
     wanted = Wanted(
         asked.sizes, asked.batches, asked.prompt_tokens, asked.steps, asked.has_resident
@@ -92,22 +90,22 @@ def run_benchmark(asked: Benchmark, earlier: Fields | None) -> Data:
     return data
 
 
-def _of_shape(asked: Benchmark, shape: Shape, device: str) -> tuple[Source, Data]:
+def _of_shape(asked: Benchmark, shape: Shape, load_options: Data) -> tuple[Source, Data]:
     routing = find_routing(asked.traces, shape, asked.prompt_tokens + asked.steps)
-    source = ShapeSource(shape, device, routing, asked.num_groups, asked.options)
+    options = {name: value for name, value in load_options.items() if name not in _OF_CHECKPOINTS}
+    source = ShapeSource(shape, options.pop("device"), routing, asked.num_groups, options)
     about = {"model": f"shape of {asked.shape_name}, random weights", "shape": dict(shape.sizes)}
     return source, {**about, "domains": [], "routing": routing.about}
 
 
-def _of_model(asked: Benchmark, device: str) -> tuple[Source, Data]:
+def _of_model(asked: Benchmark, load_options: Data) -> tuple[Source, Data]:
     path, trust = asked.model, asked.trust_remote_code
     assert path is not None, "a model or a shape"
     config, _ = read_config(path, {"trust_remote_code": trust})
     _check_positions(asked, max_positions(config))
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     texts = {name: tokenizer(DOMAINS[name])["input_ids"] for name in asked.domains}
-    options = {**asked.options, "expert_store": asked.expert_store}
-    source = CheckpointSource(path, device, asked.dtype, trust, texts, options)
+    source = CheckpointSource(path, texts, {**load_options, "trust_remote_code": trust})
     about = {"model": model_label(path), "domains": list(texts)}
     return source, {**about, "routing": f"texts: {', '.join(texts)}"}
 

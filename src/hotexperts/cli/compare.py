@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from hotexperts.bench.difference import (
     Step,
+    drawn_ids,
     first_difference,
     likeliest,
     max_difference,
     number_or_none,
     record,
 )
+from hotexperts.bench.sources import PROBE, free_memory, resident_model
 from hotexperts.cache.device_mode import ChosenMode, choose_mode
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.options import model_label
@@ -26,14 +24,11 @@ from hotexperts.cli.text import load_tokenizer
 from hotexperts.config import AUTO, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.positions import max_positions
-from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.stats import CacheStats
 from hotexperts.transformers import load
 
 _NUM_DRAWN_TOKENS = 32
-# A cache that is quick to make, since the experts stay where they are.
-PROBE = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +65,14 @@ def verify_model(wanted: Comparison) -> Data:
         HotExpertsError: whatever `load` refuses.
     """
     data, ids = _look(wanted)
-    _free_memory()
+    free_memory()
     sizes = wanted.sizes or _default_sizes(data["num_experts"])
     _check_sizes(wanted, sizes, data["num_experts"])
     resident = _resident(wanted, data["device"])
     with quiet_libraries():
         expected = record(resident, ids, [], wanted.num_tokens)
     del resident
-    _free_memory()
+    free_memory()
     tokens = likeliest(expected)
     rows = [_compare_at(size, wanted, ids, expected, tokens) for size in sizes]
     return {
@@ -154,15 +149,12 @@ def _check_sizes(wanted: Comparison, sizes: Sequence[str], num_experts: int) -> 
             fixed_capacity(int(size), [LayerShape(num_experts, top_k=1, row_nbytes=0)])
         elif size != AUTO:
             _cached(wanted, size, **PROBE)
-            _free_memory()
+            free_memory()
 
 
 def _prompt_ids(wanted: Comparison, model: Any) -> list[int]:
     if wanted.prompt is None:
-        num_ids = model.get_input_embeddings().weight.shape[0]
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(num_ids, (_NUM_DRAWN_TOKENS,), generator=generator)
-        return [int(token) for token in drawn]
+        return drawn_ids(model, _NUM_DRAWN_TOKENS)
     tokenizer = load_tokenizer(wanted.path, trust_remote_code=wanted.trust_remote_code)
     ids: list[int] = tokenizer(wanted.prompt)["input_ids"]
     if not ids:
@@ -179,7 +171,7 @@ def _compare_at(
 ) -> Data:
     """One cache size: the resident model's tokens are fed, so that one difference stays one."""
     found, capacity, stats = _record_cached(size, wanted, ids, tokens)
-    _free_memory()
+    free_memory()
     worst = max(max_difference(a.logits, b.logits) for a, b in zip(expected, found, strict=True))
     first = first_difference(expected, found, len(ids))
     return {
@@ -219,20 +211,10 @@ def _cached(wanted: Comparison, size: str, **more: Any) -> Any:
 def _resident(wanted: Comparison, device: str) -> Any:
     """The model as Transformers alone loads it."""
     with loading("loading the resident model"):
-        config, _ = read_config(wanted.path, {"trust_remote_code": wanted.trust_remote_code})
-        return AutoModelForCausalLM.from_pretrained(
+        return resident_model(
             wanted.path,
-            config=config,
+            device=device,
             dtype=wanted.load_options["dtype"],
-            device_map={"": device},
-            experts_implementation=wanted.algorithm,
-            use_safetensors=True,
             trust_remote_code=wanted.trust_remote_code,
-        ).eval()
-
-
-def _free_memory() -> None:
-    """Give back what the model took that has just gone out of scope."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+            experts_implementation=wanted.algorithm,
+        )

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from hotexperts.cli import options
 from hotexperts.cli.console import quiet_libraries
+from hotexperts.cli.opened import Opened
+from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.pieces import TextPieces
 from hotexperts.integrations.transformers.positions import max_positions
-from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.stats import CacheStats, total
 
 
@@ -28,57 +28,36 @@ class Sampling:
         max_new_tokens: stop after as many.
         temperature: 0 takes the likeliest token.
         chat: apply the tokenizer's chat template; None does where it has one.
-        context: tokens of prompt and answer together that memory was planned for.
     """
 
     max_new_tokens: int
     temperature: float
     chat: bool | None
-    context: int
-
-
-def context_length(path: str, wanted: int | None, default: int, *, trust_remote_code: bool) -> int:
-    """Tokens of prompt and answer together that the model can take.
-
-    Args:
-        path: the model's.
-        wanted: by the user; None takes the default, or less where the model has fewer positions.
-        default: for None.
-        trust_remote_code: run Python code of the checkpoint.
-
-    Raises:
-        ConfigError: more is wanted than the model has positions.
-    """
-    with quiet_libraries():
-        config, _ = read_config(path, {"trust_remote_code": trust_remote_code})
-    return options.context(wanted, default, max_positions(config))
 
 
 class Session:
     """A cached model that answers prompts; its slots stay warm from one to the next.
 
     Args:
-        path: the model's, for the report.
-        load_seconds: how long it took to load, for the report.
-        model: with an `expert_cache`.
-        tokenizer: its tokenizer.
+        opened: the model.
         sampling: how to answer.
 
     Raises:
         ConfigError: a chat template is asked for and there is none.
     """
 
-    def __init__(
-        self, path: str, load_seconds: float, model: Any, tokenizer: Any, sampling: Sampling
-    ) -> None:
-        has_template = bool(getattr(tokenizer, "chat_template", None))
+    def __init__(self, opened: Opened, sampling: Sampling) -> None:
+        self._label = model_label(opened.path)
+        has_template = bool(getattr(opened.tokenizer, "chat_template", None))
         if sampling.chat and not has_template:
-            raise ConfigError(f"{path}: the tokenizer has no chat template: leave out --chat")
+            raise ConfigError(
+                f"{self._label}: the tokenizer has no chat template: leave out --chat"
+            )
         self.uses_chat = has_template if sampling.chat is None else sampling.chat
-        self._path = path
-        self._load_seconds = load_seconds
-        self._model = model
-        self._tokenizer = tokenizer
+        self._load_seconds = opened.load_seconds
+        self._model = opened.model
+        self._tokenizer = opened.tokenizer
+        self._context = opened.context
         self._sampling = sampling
 
     @property
@@ -144,7 +123,7 @@ class Session:
         return {name: inputs[name].to(self._model.device) for name in names}
 
     def _check_length(self, num_prompt_tokens: int) -> None:
-        new, context = self._sampling.max_new_tokens, self._sampling.context
+        new, context = self._sampling.max_new_tokens, self._context
         if num_prompt_tokens + new > context:
             raise ConfigError(
                 f"{num_prompt_tokens} tokens of prompt and {new} new ones are more than the "
@@ -153,10 +132,9 @@ class Session:
 
     def _remedy(self, num_prompt_tokens: int) -> str:
         """What to change for a prompt that is too long, or has too long an answer."""
-        context = self._sampling.context
-        most, room = max_positions(self._model.config), context - num_prompt_tokens
+        most, room = max_positions(self._model.config), self._context - num_prompt_tokens
         remedies = [f"give --max-new-tokens {room} or less"] if room > 0 else []
-        if most is None or context < most:
+        if most is None or self._context < most:
             limit = "" if most is None else f", at most {most}"
             remedies.append(f"raise --context{limit}")
         return ", or ".join(remedies) or "it is all the model has: give a shorter prompt"
@@ -180,7 +158,7 @@ class Session:
     def _describe(self) -> Data:
         cache = self._model.expert_cache
         return {
-            "model": self._path,
+            "model": self._label,
             "model_class": type(self._model).__name__,
             "device": str(self._model.device),
             "dtype": str(self._model.dtype).removeprefix("torch."),

@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from hotexperts import demo
-from hotexperts.config import AUTO, CACHE_MODES, PACKINGS, CacheConfig, CacheMode, ExpertPacking
+from hotexperts.config import (
+    AUTO,
+    CACHE_MODES,
+    DEFAULT_PACKING,
+    PACKINGS,
+    CacheConfig,
+    CacheMode,
+    ExpertPacking,
+)
 from hotexperts.errors import CheckpointError, ConfigError
-from hotexperts.policy import POLICIES
+from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 _MOST_GIB = 2**20
 
@@ -200,14 +208,46 @@ def context(wanted: int | None, default: int, positions: int | None) -> int:
     return wanted or min(default, positions)
 
 
-def check_cache_mode(mode: str, store: Store, packing: str = AUTO) -> None:
-    """Refuse a mode or a packing that is none, or that does not go with the others.
+def load_options(
+    *,
+    device: str | None,
+    dtype: Dtype,
+    store: Store,
+    mode: str,
+    no_host_memory_check: bool,
+    policy: str = DEFAULT_POLICY,
+    packing: str = DEFAULT_PACKING,
+) -> dict[str, Any]:
+    """What `load` takes of the options that commands share, checked without torch.
 
     Raises:
-        ConfigError: one of them.
+        UnknownNameError: the policy is none.
+        ConfigError: a mode or a packing that is none, or that does not go with the others.
     """
+    POLICIES.load(policy)
     given = cast(CacheMode, mode), cast(ExpertPacking, packing)
     CacheConfig(store=store.value, mode=given[0], packing=given[1])
+    return {
+        "device": device,
+        "dtype": dtype.value,
+        "policy": policy,
+        "expert_store": store.value,
+        "cache_mode": mode,
+        "expert_packing": packing,
+        "check_host_memory": not no_host_memory_check,
+    }
+
+
+def given_names(call: typer.Context) -> list[str]:
+    """The parameters that are on the command line, in the order of the help."""
+    names = [str(parameter.name) for parameter in call.command.params]
+    sources = {name: call.get_parameter_source(name) for name in names}
+    return [name for name, found in sources.items() if found and found.name == "COMMANDLINE"]
+
+
+def option_of(name: str) -> str:
+    """A parameter as users write it."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def cache_size(size: str | None, gib: float | None) -> str:

@@ -95,10 +95,9 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
         return path
     if path.suffix != ".json":
         raise ConfigError(f"{file}: unknown kind: the name ends in .json, {', '.join(_TRACES)}")
-    for name in sorted(_OF_TRACES):
-        source = call.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{name.replace('_', '-')} is for a trace: {file} holds results")
+    for name in options.given_names(call):
+        if name in _OF_TRACES:
+            raise ConfigError(f"{options.option_of(name)} is for a trace: {file} holds results")
     return path
 
 

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import hotexperts
-from hotexperts.cli.console import loading
-from hotexperts.cli.generate import Sampling, Session, context_length
+from hotexperts.cli.generate import Sampling, Session
+from hotexperts.cli.opened import open_model
 from hotexperts.cli.options import model_label
-from hotexperts.cli.text import load_tokenizer
-from hotexperts.config import DEFAULT_KV_TOKENS
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.integrations.transformers.recording import Recorded, RoutingRecorder
-from hotexperts.transformers import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +31,21 @@ class Recording:
     max_new_tokens: int
 
     @classmethod
-    def open(
-        cls,
-        path: str,
-        *,
-        max_new_tokens: int,
-        chat: bool | None,
-        context: int | None,
-        trust_remote_code: bool,
-        **load_options: Any,
-    ) -> Recording:
+    def open(cls, path: str, *, max_new_tokens: int, chat: bool | None, **how: Any) -> Recording:
         """Load the model.
 
         Args:
             path: of the model.
             max_new_tokens: of each answer.
             chat: as for `Sampling`.
-            context: tokens of prompt and answer together; None takes the default.
-            trust_remote_code: run Python code of the checkpoint.
-            load_options: more for `load`: expert_cache_size, device, dtype, ...
+            **how: more for `open_model`.
 
         Raises:
-            HotExpertsError: whatever `load` refuses, no tokenizer, or a context beyond the model's.
+            HotExpertsError: see `open_model`; or no chat template where one is asked for.
         """
-        trust = trust_remote_code
-        length = context_length(path, context, DEFAULT_KV_TOKENS, trust_remote_code=trust)
-        tokenizer = load_tokenizer(path, trust_remote_code=trust)
-        load_options |= {"kv_tokens": length, "trust_remote_code": trust}
-        with loading("loading experts") as progress:
-            model = load(path, progress=progress, **load_options)
-        sampling = Sampling(max_new_tokens, 0.0, chat, length)
-        session = Session(model_label(path), 0.0, model, tokenizer, sampling)
-        return cls(path, model, session, max_new_tokens)
+        opened = open_model(path, **how)
+        session = Session(opened, Sampling(max_new_tokens, 0.0, chat))
+        return cls(path, opened.model, session, max_new_tokens)
 
     @property
     def num_experts(self) -> int:

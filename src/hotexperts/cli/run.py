@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from hotexperts.cli import console, options, report
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_KV_TOKENS, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, LOWEST_TEMPERATURE, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from hotexperts.cli.generate import Session
 
 _LEAVE = ("exit", "quit")
-_LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 
 
 def run(
@@ -45,7 +43,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = "none",
+    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,
@@ -80,27 +78,34 @@ def run(
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         if expert_cache_state is not None:
             options.check_output("--expert-cache-state", str(expert_cache_state))
-        _check(prompt, interactive, as_json, size, policy)
-        options.check_cache_mode(cache_mode, expert_store, expert_packing)
+        _check_prompt(prompt, interactive, as_json)
+        parse_cache_size(size)
+        load_options = options.load_options(
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            store=expert_store,
+            packing=expert_packing,
+            mode=cache_mode,
+            no_host_memory_check=no_host_memory_check,
+        )
         _check_draws(temperature, seed)
         path = options.model_path(model)
-        session = _open(
+
+        import torch
+
+        from hotexperts.cli.generate import Sampling, Session
+        from hotexperts.cli.opened import open_model
+
+        opened = open_model(
             path,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            chat=chat,
             context=context,
-            seed=seed,
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
-            policy=policy,
-            expert_store=expert_store.value,
-            cache_mode=cache_mode,
-            expert_packing=expert_packing,
-            device=device,
-            dtype=dtype.value,
-            check_host_memory=not no_host_memory_check,
+            **load_options,
         )
+        torch.manual_seed(seed)
+        session = Session(opened, Sampling(max_new_tokens, temperature, chat))
         with _served(session, metrics_port), kept(session.cache, expert_cache_state):
             if interactive:
                 _loop(session)
@@ -122,7 +127,7 @@ def _served(session: Session, port: int | None) -> Iterator[None]:
         server.close()
 
 
-def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, policy: str) -> None:
+def _check_prompt(prompt: str | None, interactive: bool, as_json: bool) -> None:
     """Refuse what can be refused before torch is imported."""
     if prompt is None and not interactive:
         raise ConfigError("give --prompt TEXT or --interactive")
@@ -131,15 +136,13 @@ def _check(prompt: str | None, interactive: bool, as_json: bool, size: str, poli
     if interactive and as_json:
         raise ConfigError("--json prints one object: use it with --prompt")
     options.check_text(prompt or "", "--prompt")
-    parse_cache_size(size)
-    POLICIES.load(policy)
 
 
 def _check_draws(temperature: float, seed: int) -> None:
-    if not math.isfinite(temperature) or 0 < temperature < _LOWEST_TEMPERATURE:
+    if not math.isfinite(temperature) or 0 < temperature < LOWEST_TEMPERATURE:
         raise ConfigError(
             f"--temperature is {temperature:g}: give 0 for the likeliest token, or at least "
-            f"{_LOWEST_TEMPERATURE:g}"
+            f"{LOWEST_TEMPERATURE:g}"
         )
     if not -(2**63) <= seed < 2**64:
         raise ConfigError("--seed does not fit 64 bits: give a smaller one")
@@ -150,36 +153,6 @@ def _read_stdin() -> str:
         return options.check_text(sys.stdin.read(), "the text on stdin")
     except UnicodeDecodeError as error:
         raise ConfigError(f"the text on stdin is not valid {error.encoding}") from error
-
-
-def _open(
-    path: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    chat: bool | None,
-    context: int | None,
-    seed: int,
-    trust_remote_code: bool,
-    **load_options: Any,
-) -> Session:
-    import torch
-
-    from hotexperts.cli.generate import Sampling, Session, context_length
-    from hotexperts.cli.text import load_tokenizer
-    from hotexperts.transformers import load
-
-    length = context_length(path, context, DEFAULT_KV_TOKENS, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    load_options |= {"kv_tokens": length, "trust_remote_code": trust_remote_code}
-    start = time.perf_counter()
-    with console.loading("loading experts") as progress:
-        model = load(path, progress=progress, **load_options)
-    torch.manual_seed(seed)
-    sampling = Sampling(max_new_tokens, temperature, chat, length)
-    return Session(
-        options.model_label(path), time.perf_counter() - start, model, tokenizer, sampling
-    )
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from hotexperts.cli import console, options
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_KV_TOKENS, parse_bytes, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, parse_bytes, parse_cache_size
 from hotexperts.errors import ConfigError
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
 from hotexperts.serve.engine import Engine, choose
 from hotexperts.serve.gate import Limits
 
-if TYPE_CHECKING:
-    from hotexperts.serve.app import Served
-
 DEMO_NAME = "hotexperts-demo"
-DEFAULT_BODY = "1MiB"
-DEFAULT_REQUESTS = 16
 _PASSED = "vllm arguments"  # in the context's meta
+_NOT_VLLMS: dict[str, Any] = {  # and what vLLM does anyway
+    "device": None,
+    "expert_store": options.Store.RAM,
+    "cache_mode": AUTO,
+    "max_requests": None,
+    "max_body": None,
+}
 
 
 class Command(TyperCommand):
@@ -83,22 +86,17 @@ def serve(
     context: options.Context = None,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = "none",
+    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     max_requests: Annotated[
-        int | None,
+        int,
         typer.Option(
-            min=1,
-            help="Answered or waiting at a time; the next is told to try again (429).",
-            show_default=str(DEFAULT_REQUESTS),
+            min=1, help="Answered or waiting at a time; the next is told to try again (429)."
         ),
-    ] = None,
+    ] = 16,
     max_body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Of a request; a larger one gets 413.", show_default=DEFAULT_BODY
-        ),
-    ] = None,
+        str, typer.Option(metavar="SIZE", help="Of a request; a larger one gets 413.")
+    ] = "1MiB",
     trust_remote_code: options.TrustRemoteCode = False,
     no_host_memory_check: options.NoHostMemoryCheck = False,
     debug: options.Debug = False,
@@ -110,24 +108,27 @@ def serve(
     another.
     """
     with console.errors_as_one_line(debug):
-        passed: list[str] = ctx.meta.get(_PASSED, [])
         size = options.cache_size(expert_cache_size, expert_cache_gib)
-        parse_cache_size(size)
-        POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store, expert_packing)
+        cache_size = parse_cache_size(size)
+        load_options = options.load_options(
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            store=expert_store,
+            packing=expert_packing,
+            mode=cache_mode,
+            no_host_memory_check=no_host_memory_check,
+        )
         address.check_access(host, api_key)
         template = _read_template(chat_template)
-        if served_model_name is not None and not served_model_name.strip():
-            raise ConfigError("--served-model-name is empty: give a name, or leave it out")
-        options.check_text(served_model_name or "", "--served-model-name")
-        if expert_cache_state is not None:
-            options.check_output("--expert-cache-state", str(expert_cache_state))
+        _check_names(served_model_name, expert_cache_state)
         path = options.model_path(model)
         found, reason = choose(engine, is_demo=model is None)
         console.note(f"engine {found.value}: {reason}")
         name = served_model_name or (DEMO_NAME if model is None else path)
+        passed: list[str] = ctx.meta.get(_PASSED, [])
         if found is Engine.VLLM:
-            _check_vllm(device, expert_store, expert_packing, cache_mode, max_requests, max_body)
+            _check_vllm(ctx)
             flags: vllm.Flags = {
                 "--host": host,
                 "--port": str(port),
@@ -137,22 +138,22 @@ def serve(
                 "--max-model-len": None if context is None else str(context),
                 "--trust-remote-code": trust_remote_code,
             }
-            more = vllm.more_options(expert_cache_state, check_host_memory=not no_host_memory_check)
-            flags |= vllm.cache_flags(parse_cache_size(size), policy, more)
+            more = vllm.more_options(
+                expert_cache_state,
+                load_options["expert_packing"],
+                check_host_memory=not no_host_memory_check,
+            )
+            flags |= vllm.cache_flags(cache_size, policy, more)
             arguments = vllm.arguments(path, flags, passed)
             console.note(shlex.join(["vllm", *arguments]))
             vllm.run(arguments, api_key)
         if passed:
             raise ConfigError(f"{passed[0]} after '--' is for vLLM, and {found.value} serves")
+        hosts = None if api_key else address.local_names(host)
+        limits = Limits(name, parse_bytes(max_body), max_requests, api_key, hosts)
         _serve(
             path,
-            Limits(
-                name,
-                parse_bytes(max_body or DEFAULT_BODY),
-                max_requests or DEFAULT_REQUESTS,
-                api_key,
-                None if api_key else address.local_names(host),
-            ),
+            limits,
             host,
             port,
             expert_cache_state,
@@ -160,34 +161,25 @@ def serve(
             context=context,
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
-            policy=policy,
-            expert_store=expert_store.value,
-            cache_mode=cache_mode,
-            expert_packing=expert_packing,
-            device=device,
-            dtype=dtype.value,
-            check_host_memory=not no_host_memory_check,
+            **load_options,
         )
 
 
-def _check_vllm(
-    device: str | None,
-    expert_store: options.Store,
-    expert_packing: str,
-    cache_mode: str,
-    max_requests: int | None,
-    max_body: str | None,
-) -> None:
+def _check_names(served_model_name: str | None, state: Path | None) -> None:
+    if served_model_name is not None and not served_model_name.strip():
+        raise ConfigError("--served-model-name is empty: give a name, or leave it out")
+    options.check_text(served_model_name or "", "--served-model-name")
+    if state is not None:
+        options.check_output("--expert-cache-state", str(state))
+
+
+def _check_vllm(ctx: typer.Context) -> None:
     """Refuse what vLLM has no counterpart of."""
-    ours = {
-        "--device": device is not None,
-        "--expert-store": expert_store is not options.Store.RAM,
-        "--expert-packing": expert_packing != "none",
-        "--cache-mode": cache_mode != AUTO,
-        "--max-requests": max_requests is not None,
-        "--max-body": max_body is not None,
-    }
-    given = [option for option, is_given in ours.items() if is_given]
+    given = [
+        options.option_of(name)
+        for name in options.given_names(ctx)
+        if name in _NOT_VLLMS and ctx.params[name] != _NOT_VLLMS[name]
+    ]
     if given:
         raise ConfigError(
             f"{', '.join(given)} cannot be had with vLLM: leave it out, or take "
@@ -210,14 +202,24 @@ def _serve(
     host: str,
     port: int,
     state: Path | None,
+    *,
+    template: str | None,
     **load_options: Any,
 ) -> None:
     """On Transformers, until a signal."""
     from hotexperts.serve import compat
 
-    compat.names()
+    compat.names()  # what is missing is named here, not after the model has loaded
+
+    from hotexperts.cli.opened import open_model
+    from hotexperts.serve.app import Served
+    from hotexperts.serve.server import serve as serve_until_signal
+    from hotexperts.serve.turns import Turns
+
     with address.reserve(host, port) as listener:
-        served = _load(path, limits.model, **load_options)
+        opened = open_model(path, prepare=partial(_set_template, template), **load_options)
+        turns = Turns(opened.context)
+        served = Served(limits.model, opened.model, opened.tokenizer, turns)
         url = address.url(host, listener.getsockname()[1])
 
         def announce() -> None:
@@ -225,42 +227,17 @@ def _serve(
             typer.echo(f"serving {limits.model} at {url}/v1 until Ctrl-C")
             sys.stdout.flush()
 
-        from hotexperts.serve.server import serve as serve_until_signal
-
         with kept(served.model.expert_cache, state):
             serve_until_signal(served, limits, listener, announce)
 
 
-def _load(
-    path: str,
-    name: str,
-    *,
-    template: str | None,
-    context: int | None,
-    trust_remote_code: bool,
-    **load_options: Any,
-) -> Served:
-    from hotexperts.cli.generate import context_length
-    from hotexperts.cli.text import load_tokenizer
-    from hotexperts.serve.app import Served
-    from hotexperts.serve.turns import Turns
-    from hotexperts.transformers import load
-
-    length = context_length(path, context, DEFAULT_KV_TOKENS, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    if template is not None:
-        tokenizer.chat_template = template
-        _check_template(tokenizer)
-    load_options |= {"kv_tokens": length, "trust_remote_code": trust_remote_code}
-    with console.loading("loading experts") as progress:
-        model = load(path, progress=progress, **load_options)
-    return Served(name, model, tokenizer, Turns(length))
-
-
-def _check_template(tokenizer: Any) -> None:
+def _set_template(template: str | None, tokenizer: Any) -> None:
     """Refuse what is no template now, rather than in every chat."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
+    if template is None:
+        return
+    tokenizer.chat_template = template
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:

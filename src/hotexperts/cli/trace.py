@@ -96,7 +96,13 @@ def trace(
             return
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         parse_cache_size(size)
-        options.check_cache_mode(cache_mode, expert_store)
+        load_options = options.load_options(
+            device=device,
+            dtype=dtype,
+            store=expert_store,
+            mode=cache_mode,
+            no_host_memory_check=no_host_memory_check,
+        )
         options.check_text(licence, "--licence")
         texts, path = _read_prompts(prompts), _out(out)
 
@@ -109,11 +115,7 @@ def trace(
             context=context,
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
-            expert_store=expert_store.value,
-            cache_mode=cache_mode,
-            device=device,
-            dtype=dtype.value,
-            check_host_memory=not no_host_memory_check,
+            **load_options,
         )
         pieces = recording.pieces(texts, with_logits=logits, with_guesses=guesses)
         meta = recording.meta(licence)
@@ -122,9 +124,8 @@ def trace(
 
 def _check_given(call: typer.Context, synthetic: str | None) -> None:
     """Refuse options that the other kind of trace takes."""
-    sources = {name: call.get_parameter_source(name) for name in call.params}
-    for name in [n for n, source in sources.items() if source and source.name == "COMMANDLINE"]:
-        option = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    for name in options.given_names(call):
+        option = options.option_of(name)
         if synthetic is None and name in _OF_SYNTHETIC:
             raise ConfigError(f"{option} is for --synthetic: leave it out, or give that as well")
         if synthetic is not None and name not in _OF_SYNTHETIC | _OF_BOTH:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hotexperts.cli import console, options, report
-from hotexperts.config import AUTO, parse_cache_size
-from hotexperts.errors import ConfigError
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.cli import console, lists, options, report
+from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
+from hotexperts.policy import DEFAULT_POLICY
 
 
 class Algorithm(str, Enum):
@@ -24,10 +23,10 @@ class Algorithm(str, Enum):
 def verify(
     model: options.Model = None,
     expert_cache_size: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="LIST",
-            help="Slots a layer, 'auto', or budgets such as 6GiB, separated by commas.",
+            help=f"Slots a layer, 'auto', or budgets such as 6GiB. {lists.HELP}",
             show_default="1, a quarter, half and all of the experts",
         ),
     ] = None,
@@ -43,7 +42,7 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
-    expert_packing: options.ExpertPackingName = "none",
+    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     tolerance: Annotated[
         float,
@@ -68,23 +67,23 @@ def verify(
     A model that does not fit the GPU is compared on the CPU: give --device cpu.
     """
     with console.errors_as_one_line(debug):
-        sizes = _sizes(expert_cache_size)
-        POLICIES.load(policy)
-        options.check_cache_mode(cache_mode, expert_store, expert_packing)
+        sizes = lists.split("--expert-cache-size", expert_cache_size, ())
+        for size in sizes:
+            parse_cache_size(size)
+        load_options = options.load_options(
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            store=expert_store,
+            packing=expert_packing,
+            mode=cache_mode,
+            no_host_memory_check=no_host_memory_check,
+        )
         options.check_text(prompt or "", "--prompt")
         path = options.model_path(model)
 
         from hotexperts.cli.compare import Comparison, verify_model
 
-        load_options = {
-            "device": device,
-            "dtype": dtype.value,
-            "policy": policy,
-            "expert_store": expert_store.value,
-            "cache_mode": cache_mode,
-            "expert_packing": expert_packing,
-            "check_host_memory": not no_host_memory_check,
-        }
         data = verify_model(
             Comparison(
                 path,
@@ -103,19 +102,3 @@ def verify(
         console.show(report.verify_report(data))
     if not data["passed"]:
         raise typer.Exit(console.EXIT_DIFFERENT)
-
-
-def _sizes(listed: str | None) -> list[str]:
-    """The sizes of a list with commas; none where no list is given.
-
-    Raises:
-        ConfigError: an empty list, or a size that is none.
-    """
-    sizes = [size.strip() for size in (listed or "").split(",") if size.strip()]
-    if listed is not None and not sizes:
-        raise ConfigError(
-            f"--expert-cache-size {listed!r} is empty: list sizes such as 1,8,6GiB, or leave it out"
-        )
-    for size in sizes:
-        parse_cache_size(size)
-    return sizes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotexperts.page.document import Markup, escape
+from hotexperts.page.numbers import number
 from hotexperts.page.svg import BOTTOM, HEIGHT, TOP, WIDTH, drawing, text, upright
 
 _LEFT, _RIGHT = 64, 16
@@ -112,14 +113,14 @@ def _grid(place: _Frame, axes: Axes) -> list[str]:
     for value in _ticks(place.y_most):
         y = place.y(value)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{place.right}"/>')
-        parts.append(text(_LEFT - 8, y + 4, _short(value), "end"))
+        parts.append(text(_LEFT - 8, y + 4, number(value), "end"))
         if axes.right_label:
-            said = _short(value * axes.right_factor)
+            said = number(value * axes.right_factor)
             parts.append(text(place.right + 8, y + 4, said, "start"))
     for value in _apart(place.x, axes.x_ticks or _between(*place.x_range)):
         x = place.x(value)
         parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v5"/>')
-        parts.append(text(x, bottom + 19, _short(value), "middle"))
+        parts.append(text(x, bottom + 19, number(value), "middle"))
     parts.append(text((_LEFT + place.right) / 2, HEIGHT - 8, axes.x_label, "middle"))
     parts.append(upright(14, axes.y_label))
     if axes.right_label:
@@ -138,7 +139,7 @@ def _apart(x: Callable[[float], float], values: Sequence[float]) -> list[float]:
 
 def _dot(place: _Frame, line: Line, point: tuple[float, float]) -> str:
     x, y = point
-    said = escape(f"{line.name}: {_short(x)}, {_short(y)}")
+    said = escape(f"{line.name}: {number(x)}, {number(y)}")
     return (
         f'<circle class="s{line.colour % _NUM_COLOURS} dot" cx="{place.x(x):.1f}" '
         f'cy="{place.y(y):.1f}" r="3.5"><title>{said}</title></circle>'
@@ -166,7 +167,3 @@ def _between(low: float, high: float) -> list[float]:
     step = _round_up((high - low) / 6)
     first = math.ceil(low / step)
     return [step * at for at in range(first, math.floor(high / step) + 1)]
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

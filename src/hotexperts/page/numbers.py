@@ -1,4 +1,4 @@
-"""Numbers as every page shows them; what is not known is a dash."""
+"""Numbers as pages and reports show them; what is not known is a dash."""
 
 from __future__ import annotations
 

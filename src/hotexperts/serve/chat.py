@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
-from hotexperts.serve.refusal import Refusal
+from hotexperts.serve.refusal import refuse_field
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WITHOUT_EFFECT = {"name", "refusal", "annotations", "reasoning_content"}  # clients send them back
@@ -19,29 +19,29 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         Refusal: none, or one that holds something else than text and calls of tools.
     """
     if not isinstance(messages, list) or not messages:
-        _refuse("messages", "must be a list of at least one message")
+        refuse_field("messages", "must be a list of at least one message")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        _refuse(where, f"must be an object with a role, one of {', '.join(_ROLES)}")
+        refuse_field(where, f"must be an object with a role, one of {', '.join(_ROLES)}")
     given = {name: value for name, value in message.items() if value not in (None, [])}
     known = {"role", "content", "tool_calls", "tool_call_id"}
     unknown = sorted(set(given) - known - _WITHOUT_EFFECT)
     if unknown:
-        _refuse(where, f"has {unknown[0][:80]}, which is not supported: leave it out")
+        refuse_field(where, f"has {unknown[0][:80]}, which is not supported: leave it out")
     checked = {"role": message["role"], "content": _text(message.get("content"), where)}
     if "tool_calls" in given:
         calls = given["tool_calls"]
         if not isinstance(calls, list):
-            _refuse(f"{where}.tool_calls", "must be a list")
+            refuse_field(f"{where}.tool_calls", "must be a list")
         checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
     elif message.get("content") is None:
-        _refuse(where, "has no content")
+        refuse_field(where, "has no content")
     if "tool_call_id" in given:
         if not isinstance(given["tool_call_id"], str):
-            _refuse(f"{where}.tool_call_id", "must be a text")
+            refuse_field(f"{where}.tool_call_id", "must be a text")
         checked["tool_call_id"] = given["tool_call_id"]
     return checked
 
@@ -54,7 +54,7 @@ def _text(content: Any, where: str) -> str:
         given = part if isinstance(part, dict) else {}
         if given.get("type") not in _TEXT_KINDS or not isinstance(given.get("text"), str):
             kind = str(given.get("type", part))[:80]
-            _refuse(f"{where}.content", f"must be text: this server takes no {kind!r}")
+            refuse_field(f"{where}.content", f"must be text: this server takes no {kind!r}")
         texts.append(given["text"])
     return " ".join(texts)
 
@@ -62,14 +62,14 @@ def _text(content: Any, where: str) -> str:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        _refuse(where, "must have a function with a name")
+        refuse_field(where, "must have a function with a name")
     arguments = function.get("arguments", "{}")
     try:
         found = json.loads(arguments)
     except (TypeError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        _refuse(f"{where}.function.arguments", "must be a text, a JSON object")
+        refuse_field(f"{where}.function.arguments", "must be a text, a JSON object")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     called = {"name": function["name"], "arguments": arguments}
     return {**named, "type": "function", "function": called}
@@ -84,11 +84,11 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        _refuse("tools", "must be a list of functions")
+        refuse_field("tools", "must be a list of functions")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse("tools", "must be functions with names")
+            refuse_field("tools", "must be functions with names")
     return tools or None
 
 
@@ -99,12 +99,8 @@ def check_template_arguments(arguments: Any) -> dict[str, Any]:
         Refusal: no object of plain values.
     """
     if not isinstance(arguments, dict):
-        _refuse("chat_template_kwargs", "must be an object")
+        refuse_field("chat_template_kwargs", "must be an object")
     for name, value in arguments.items():
         if not name.isidentifier() or not isinstance(value, bool | int | float | str):
-            _refuse("chat_template_kwargs", f"has {name[:80]!r}: give names with plain values")
+            refuse_field("chat_template_kwargs", f"has {name[:80]!r}: give names with plain values")
     return arguments
-
-
-def _refuse(name: str, why: str) -> NoReturn:
-    raise Refusal(400, f"{name} {why}", param=name)

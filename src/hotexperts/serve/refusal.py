@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 
 class Refusal(Exception):  # noqa: N818 (an answer to a client, not a fault of the program)
@@ -36,3 +36,12 @@ class Refusal(Exception):  # noqa: N818 (an answer to a client, not a fault of t
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def refuse_field(name: str, why: str) -> NoReturn:
+    """Refuse a request for one of its fields.
+
+    Raises:
+        Refusal: always; its message begins with the name.
+    """
+    raise Refusal(400, f"{name} {why}", param=name)

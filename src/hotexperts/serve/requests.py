@@ -9,15 +9,16 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from hotexperts.config import LOWEST_TEMPERATURE
 from hotexperts.serve.call import Sampling
 from hotexperts.serve.chat import check_messages, check_template_arguments, check_tools
-from hotexperts.serve.refusal import Refusal
+from hotexperts.serve.refusal import Refusal, refuse_field
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MOST_STOPS = 4  # OpenAI's
 _MOST_DEPTH = 64
-_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-4, 2.0
+_HIGHEST_TEMPERATURE = 2.0  # OpenAI's
 _LABELS = {"metadata", "user", "safety_identifier", "prompt_cache_key"}  # without effect anywhere
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # what may be said of what cannot be had
     "best_of": (1,),
@@ -63,7 +64,7 @@ def parse(path: str, data: bytes, model: str) -> tuple[dict[str, Any], Sampling]
     passed: dict[str, Any] = {"model": model, "stream": _flag(body, "stream")}
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or not set(options) <= {"include_usage"}:
-        _refuse("stream_options", "may have include_usage only")
+        refuse_field("stream_options", "may have include_usage only")
     if path == CHAT:
         passed["messages"] = check_messages(body.get("messages"))
         passed["tools"] = check_tools(body.get("tools"))
@@ -118,16 +119,16 @@ def _check_fields(body: dict[str, Any], path: str) -> None:
     known = _BOTH | _OWN[path] | _LABELS
     for name in sorted(set(body) - known):
         if name not in _NEUTRAL:
-            _refuse(name[:80], "is not a field that this server knows: leave it out")
+            refuse_field(name[:80], "is not a field that this server knows: leave it out")
         allowed = _NEUTRAL[name]
         if not any(body[name] == value for value in allowed):
             shown = " or ".join(json.dumps(value) for value in allowed)
-            _refuse(name, f"is not supported: leave it out, or give {shown}")
+            refuse_field(name, f"is not supported: leave it out, or give {shown}")
 
 
 def _check_model(wanted: Any, model: str) -> None:
     if wanted is None:
-        _refuse("model", f"is missing: give {model!r}")
+        refuse_field("model", f"is missing: give {model!r}")
     if wanted != model:
         raise Refusal(
             404,
@@ -141,7 +142,7 @@ def _prompt(prompt: Any) -> str:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
-        _refuse("prompt", "must be one text that is not empty")
+        refuse_field("prompt", "must be one text that is not empty")
     return str(prompt)
 
 
@@ -156,8 +157,8 @@ def _sampling(body: dict[str, Any], default_tokens: int | None) -> Sampling:
             body,
             "temperature",
             float,
-            lambda x: x == 0 or _LOWEST_TEMPERATURE <= x <= _HIGHEST_TEMPERATURE,
-            f"0, or {_LOWEST_TEMPERATURE:g} to {_HIGHEST_TEMPERATURE:g}",
+            lambda x: x == 0 or LOWEST_TEMPERATURE <= x <= _HIGHEST_TEMPERATURE,
+            f"0, or {LOWEST_TEMPERATURE:g} to {_HIGHEST_TEMPERATURE:g}",
         ),
         _number(body, "top_p", float, lambda x: 0 < x <= 1, "above 0 and at most 1"),
         _number(body, "seed", int, lambda x: -(2**63) <= x < 2**64, "of 64 bits"),
@@ -169,14 +170,16 @@ def _stop(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop
     is_fine = isinstance(stops, list) and len(stops) <= _MOST_STOPS
     if not is_fine or not all(isinstance(text, str) and text for text in stops):
-        _refuse("stop", f"must be a text, or at most {_MOST_STOPS} of them, none of them empty")
+        refuse_field(
+            "stop", f"must be a text, or at most {_MOST_STOPS} of them, none of them empty"
+        )
     return tuple(stops)
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
     value = body.get(name, False)
     if not isinstance(value, bool):
-        _refuse(name, "must be true or false")
+        refuse_field(name, "must be true or false")
     return bool(value)
 
 
@@ -189,9 +192,5 @@ def _number(
     kinds = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):
         what = "an integer" if kind is int else "a number"
-        _refuse(name, f"is {str(value)[:40]}: give {what}, {wanted}")
+        refuse_field(name, f"is {str(value)[:40]}: give {what}, {wanted}")
     return value
-
-
-def _refuse(name: str, why: str) -> NoReturn:
-    raise Refusal(400, f"{name} {why}", param=name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from hotexperts.config import Bytes, CacheSize
+from hotexperts.config import DEFAULT_PACKING, Bytes, CacheSize, ExpertPacking
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm.options import flag
 
@@ -33,10 +33,15 @@ def cache_flags(size: CacheSize, policy: str, more: dict[str, Any]) -> Flags:
     }
 
 
-def more_options(state: Path | None, *, check_host_memory: bool) -> dict[str, Any]:
+def more_options(
+    state: Path | None, packing: ExpertPacking, *, check_host_memory: bool
+) -> dict[str, Any]:
     """What has no flag of its own; only what differs from the plug-in's defaults."""
-    found: dict[str, Any] = {} if state is None else {"state": str(state)}
-    return found if check_host_memory else {**found, "check_host_memory": False}
+    return {
+        **({} if state is None else {"state": str(state)}),
+        **({} if packing == DEFAULT_PACKING else {"packing": packing}),
+        **({} if check_host_memory else {"check_host_memory": False}),
+    }
 
 
 def arguments(model: str, flags: Flags, passed: Sequence[str]) -> list[str]:

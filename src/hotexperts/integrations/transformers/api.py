@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hotexperts.config import (
+    DEFAULT_PACKING,
     CacheConfig,
     CacheMode,
     ExpertPacking,
@@ -43,7 +44,7 @@ def load(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
-    expert_packing: ExpertPacking = "none",
+    expert_packing: ExpertPacking = DEFAULT_PACKING,
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -125,7 +126,7 @@ def attach(
     *,
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
-    expert_packing: ExpertPacking = "none",
+    expert_packing: ExpertPacking = DEFAULT_PACKING,
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
@@ -182,7 +183,7 @@ def install(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
-    expert_packing: ExpertPacking = "none",
+    expert_packing: ExpertPacking = DEFAULT_PACKING,
     cache_mode: CacheMode = "auto",
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int | None = None,

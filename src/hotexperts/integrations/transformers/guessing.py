@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from hotexperts.errors import UnsupportedModelError
-from hotexperts.integrations.transformers.routers import find_layer, find_norm, find_router
+from hotexperts.integrations.transformers.routers import (
+    find_layer,
+    find_norm,
+    find_router,
+    name_of,
+)
 
 _ROUNDING = 1e-5  # of logits: the model chooses by what it makes of them
 
@@ -37,8 +42,7 @@ class Guesser:
     """
 
     def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-        names = {module: name for name, module in model.named_modules()}
-        self.name = names[after]
+        self.name = name_of(model, after)
         self._model_class = type(model).__name__
         self._after = after
         self._router = find_router(model, after, without="guesses")

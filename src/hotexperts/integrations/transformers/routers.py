@@ -40,8 +40,7 @@ def find_router(model: nn.Module, experts: nn.Module, *, without: str = "logits"
         UnsupportedModelError: the class names none, or none that belongs to this layer alone.
     """
     kinds = compat.router_kinds(model)
-    names = {module: name for name, module in model.named_modules()}
-    path = names[experts]
+    name = path = name_of(model, experts)
     while kinds and path:
         path = path.rpartition(".")[0]
         near = list(model.get_submodule(path).modules())
@@ -51,14 +50,14 @@ def find_router(model: nn.Module, experts: nn.Module, *, without: str = "logits"
         if len(found) == 1:
             return found[0]
     raise UnsupportedModelError(
-        f"{type(model).__name__} does not say where the router logits of {names[experts]} are: "
+        f"{type(model).__name__} does not say where the router logits of {name} are: "
         f"record without {without}"
     )
 
 
 def find_layer(model: nn.Module, experts: nn.Module) -> nn.Module | None:
     """The decoder layer of an experts module: what a list of layers holds; None without such."""
-    path = _name(model, experts)
+    path = name_of(model, experts)
     while path:
         parent = path.rpartition(".")[0]
         if isinstance(model.get_submodule(parent), nn.ModuleList):
@@ -74,5 +73,6 @@ def find_norm(layer: nn.Module) -> nn.Module | None:
     return found[0] if found else None
 
 
-def _name(model: nn.Module, module: nn.Module) -> str:
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """Where in the model a module is."""
     return next(name for name, found in model.named_modules() if found is module)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotexperts.config import DEFAULT_POLICY, Bytes, CacheConfig, CacheSize, parse_cache_size
+from hotexperts.config import (
+    DEFAULT_PACKING,
+    DEFAULT_POLICY,
+    Bytes,
+    CacheConfig,
+    CacheSize,
+    parse_cache_size,
+)
 from hotexperts.errors import ConfigError
 from hotexperts.policy import POLICIES
 
@@ -31,7 +38,7 @@ class ExpertCacheOptions:
     """What was asked for, checked.
 
     Attributes:
-        cache: size and policy; the mode follows from the device.
+        cache: size, policy and packing; the mode follows from the device.
         prefill_tokens: calls of more tokens are prefills: they evict nobody.
         self_test: whether each layer is run over all experts and over its cache as it loads; None:
             where its weights are quantised.
@@ -99,7 +106,7 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     policy = given.get("policy") or DEFAULT_POLICY
     try:
         POLICIES.load(policy)
-        packing = more.get("packing", "none")
+        packing = more.get("packing", DEFAULT_PACKING)
         cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
@@ -170,4 +177,6 @@ def _parse_more(given: Any) -> dict[str, Any]:
 
 def _blame(message: str) -> str:
     """The flag to turn, by what the message is about."""
+    if "packing" in message:
+        return f"{flag('options')}: packing"
     return flag("policy") if "policy" in message else flag("size")
