@@ -59,8 +59,10 @@ launch, kernel = plan, plan_gather_kernel
 if name == "fill":
     launch, kernel = BankFill(plan, gather, num_rows, rows), fill_bank_kernel
 if name == "prefetch":
-    launch, kernel = Prefetch(plan, ahead, gather, rows, 4, 0), prefetch_kernel
+    launch, kernel = Prefetch(plan, ahead, gather, rows, 0), prefetch_kernel
 constants = dict(launch._constants)
+if name == "prefetch":
+    constants["NUM_GUESSES"] = 4
 if name == "plan":
     constants |= {"HAS_NUM_VALID": True, "HAS_COUNTS": False, "BLOCK_N": 8}
 print(json.dumps(compiled(kernel, constants, capability)))

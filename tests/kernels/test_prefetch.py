@@ -55,7 +55,7 @@ class Layer:
         self.rows = self.rows.pin_memory() if DEVICE == "cuda" else self.rows
         options = {"num_programs": NUM_PROGRAMS, "ahead": self.ahead, "first_key": KEY} | HOW
         self.plan = PlanGather(self.layout, self.slots, self.rows, self.buffer, **options)
-        self.prefetch = Prefetch(self.plan, self.ahead, self.rows_ahead, self.rows, 4, KEY, **HOW)
+        self.prefetch = Prefetch(self.plan, self.ahead, self.rows_ahead, self.rows, KEY, **HOW)
 
     def call(self, experts: list[int]) -> None:
         """One event, after which every resident's slot must have its expert's bits."""

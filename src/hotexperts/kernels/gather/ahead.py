@@ -23,9 +23,6 @@ class AheadCounter(enum.IntEnum):
     SAVED = 3  # blocks that a plan took from them
 
 
-NUM_AHEAD_COUNTERS = len(AheadCounter)
-
-
 @dataclass(frozen=True)
 class AheadRows:
     """Shared by the layers of a model, one after another.

@@ -8,10 +8,10 @@ import torch
 
 from hotexperts.errors import ConfigError
 from hotexperts.kernels.device import current
-from hotexperts.kernels.gather.ahead import NUM_AHEAD_COUNTERS, AheadRows
+from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
-from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, PlanLayout
+from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, Counter, PlanLayout
 
 MAX_IDS = 512  # what every program may count by itself
 COUNT_PROGRAMS = 64  # of a launch that counts more
@@ -58,9 +58,7 @@ class PlanGather:
         self.state = layout.fresh(buffer.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
         self._rows, self._buffer = rows, buffer
-        self.ahead_counters = torch.zeros(
-            NUM_AHEAD_COUNTERS, dtype=torch.int64, device=buffer.device
-        )
+        self.ahead_counters = self.counters[Counter.AHEAD :]
         self._first_key = first_key
         self._ahead = (self.state, buffer) if ahead is None else (ahead.words, ahead.buffer)
         self._counted = torch.zeros(layout.num_experts, dtype=torch.int32, device=buffer.device)

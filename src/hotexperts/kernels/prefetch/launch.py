@@ -20,7 +20,6 @@ class Prefetch:
         ahead: the rows.
         gather: how the layer's rows lie in the store, and in the buffer of the rows ahead.
         rows: int32 `[E, row_words]`, page-locked where the device is a GPU.
-        num_guesses: of each call.
         first_key: as the plan's.
         num_warps: of each program.
         block_words: as the plan's.
@@ -32,7 +31,6 @@ class Prefetch:
         ahead: AheadRows,
         gather: GatherLayout,
         rows: torch.Tensor,
-        num_guesses: int,
         first_key: int,
         *,
         num_warps: int = 8,
@@ -45,19 +43,23 @@ class Prefetch:
         self._ahead, self._rows, self._first_key = ahead, rows, first_key
         self._bases = gather.bases(ahead.buffer.device)
         self._constants: dict[str, Any] = {
-            "NUM_GUESSES": num_guesses,
             "NUM_EXPERTS": layout.num_experts,
             "AHEAD_ROWS": ahead.num_rows,
             "STAGING_OFFSETS": gather.slot_offsets,
             **gather.constants(block_words),
             "num_warps": num_warps,
         }
+        blocks = self._constants["BLOCKS"]
+        # Of all programs together.
+        self.blocks_per_row = sum(
+            -(-words // block) for words, block in zip(gather.num_words, blocks, strict=True)
+        )
 
     def __call__(self, guesses: torch.Tensor) -> None:
         """Enqueue the copies on the current stream.
 
         Args:
-            guesses: int32 `[num_guesses]`, experts, the likeliest first, each once; -1 for none.
+            guesses: int32 `[n]`, experts, the likeliest first, each once; -1 for none.
         """
         from hotexperts.kernels.prefetch.triton import prefetch_kernel
 
@@ -72,5 +74,6 @@ class Prefetch:
                 ahead.buffer,
                 self._bases,
                 self._first_key,
+                NUM_GUESSES=guesses.numel(),
                 **self._constants,
             )
