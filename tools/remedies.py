@@ -27,7 +27,7 @@ MODULES = {  # for what else a module says
     "plan.source": "give a folder, a .gguf file, or a hub id such as `org/model`",
     "residency": "delete the file of the state, or name another",
     "serve.app": _REQUEST,
-    "serve.chat": _REQUEST,
+    "serve.refusal": _REQUEST,
     "serve.requests": _REQUEST,
     "simulate.arrays": _TRACE,
     "simulate.files": _TRACE,
@@ -35,6 +35,9 @@ MODULES = {  # for what else a module says
     "simulate.trace": _TRACE,
 }
 MESSAGES = {
+    "<class> does not say where the router logits of <name> are: <remedy>": (
+        "record without logits or guesses, use prefetch='off', or another model"
+    ),
     "--traces <place>: no such file or folder": "give one that exists",
     "expert id <demand> in a layer of <num_experts> experts: ids go from 0 to <num_experts>": (
         "give ids of this layer"
@@ -65,7 +68,7 @@ MESSAGES = {
     "<file>: unknown kind: the name ends in .json, .npz, .jsonl, .csv": (
         "give a trace, or the JSON of a command"
     ),
-    "--<name> is for a trace: <file> holds results": "leave it out",
+    "<name> is for a trace: <file> holds results": "leave it out",
     "--vram <size> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
     "the text on stdin is not valid <encoding>": "give it in that encoding",
     "<passed> after '--' is for vLLM, and <value> serves": (
@@ -115,7 +118,13 @@ MESSAGES = {
     ),
     "<path_or_id>: <number of names> <kind> tensors, first <names>: the checkpoint is incomplete, "
     "or of another model": _CHECKPOINT,
-    "--moe-expert-cache-policy/--moe-expert-cache-size: <error>": (
+    "--moe-expert-cache-policy: <error>": (
+        "the rest of the line says what is wrong with that option"
+    ),
+    "--moe-expert-cache-size: <error>": (
+        "the rest of the line says what is wrong with that option"
+    ),
+    "--moe-expert-cache-options: packing: <error>": (
         "the rest of the line says what is wrong with that option"
     ),
     "--moe-expert-cache-options is no JSON (<error>): <given>": (

@@ -43,6 +43,8 @@ STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
 CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
+Prefetch: TypeAlias = Literal["off", "router"]
+PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
 DEFAULT_PACKING: ExpertPacking = "none"
 
@@ -132,6 +134,8 @@ class CacheConfig:
         check_host_memory: refuse before loading when the host seems to have too little.
         packing: "packed12" keeps bf16 experts in 12 bits a value, without loss, which kernels
             unpack; "auto" does where a GPU's kernels copy what is missed.
+        prefetch: "router" copies, while the link is idle, what the next layer's router makes of
+            this layer's input.
     """
 
     size: CacheSize = AUTO
@@ -140,6 +144,7 @@ class CacheConfig:
     mode: CacheMode = AUTO
     check_host_memory: bool = True
     packing: ExpertPacking = DEFAULT_PACKING
+    prefetch: Prefetch = "off"
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
@@ -150,6 +155,8 @@ class CacheConfig:
             raise ConfigError(
                 "cache_mode 'device' reads experts from page-locked memory: use expert_store 'ram'"
             )
+        if self.prefetch not in PREFETCHES:
+            raise ConfigError(f"prefetch is {self.prefetch!r}: use 'off' or 'router'")
         if self.packing not in PACKINGS:
             raise ConfigError(
                 f"expert_packing is {self.packing!r}: use 'auto', 'none' or 'packed12'"

@@ -13,7 +13,9 @@ import hotexperts.transformers as hot
 from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.prefetching import NextExperts
 from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.plan import Counter
 from integrations import zoo
 
 pytest.importorskip("triton")
@@ -193,3 +195,40 @@ def test_auto_packs_only_where_kernels_copy(checkpoint: Path) -> None:
     for size, mode in ((2, "host"), (2, "auto"), (2, "device")):  # a CPU has no link
         cache = load(checkpoint, size, mode, expert_packing="auto").expert_cache
         assert cache.packing == "none"  # of tensors as small as these, on a GPU too
+
+
+def test_prefetching_changes_no_token(checkpoint: Path) -> None:
+    prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
+    found = {}
+    for prefetch in ("off", "router"):
+        model = load(checkpoint, 3, "device", prefetch=prefetch)
+        found[prefetch] = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found["off"], found["router"])
+    first, second = model.expert_cache.providers[:2]
+    assert not any(first.kernel.counters[Counter.AHEAD :].tolist())
+    issued, _, used, _ = second.kernel.counters[Counter.AHEAD :].tolist()
+    assert issued >= used > 0
+
+
+def test_the_next_router_guesses_by_its_own_norm(checkpoint: Path) -> None:
+    """By hand: the input without this norm's weights, with the next one's, through its router."""
+    model = load(checkpoint, 3, "device", prefetch="router", dtype="float32")
+    layers = model.model.layers
+    with torch.no_grad():
+        for layer in layers:
+            layer.post_attention_layernorm.weight.uniform_(0.5, 2)
+    guess = NextExperts(model, layers[0].mlp.experts, layers[1].mlp.experts, 3)
+    plain = torch.randn(5, model.config.hidden_size, device=DEVICE)
+    found = guess(plain * layers[0].post_attention_layernorm.weight)
+    logits = plain * layers[1].post_attention_layernorm.weight @ layers[1].mlp.gate.weight.T
+    assert found.tolist() == logits.amax(0).topk(3).indices.tolist()
+
+
+def test_a_prefetch_that_cannot_work_is_refused(checkpoint: Path) -> None:
+    for options, message in (
+        ({"prefetch": "always"}, "prefetch is 'always': use 'off' or 'router'"),
+        ({"cache_mode": "host"}, r"\(cache_mode host\): use prefetch 'off'"),
+        ({"policy": "slru"}, r"\(host: policy 'slru' has no kernel\): use prefetch 'off'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hot.load(checkpoint, **{"prefetch": "router", "device": "cpu"} | options)

@@ -1,6 +1,6 @@
 """Compiles one kernel for a GPU and prints its loads and stores by kind, and its size: JSON.
 
-python compiling.py '["plan" or "fill", POLICY, whether a tensor is packed, CAPABILITY]'
+python compiling.py '["plan", "fill" or "prefetch", POLICY, whether a tensor is packed, CAPABILITY]'
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.gather.packed12 import Packing
@@ -21,9 +22,11 @@ from hotexperts.kernels.gather.triton import fill_bank_kernel
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.plan.layout import PlanLayout
 from hotexperts.kernels.plan.triton import plan_gather_kernel
+from hotexperts.kernels.prefetch.launch import Prefetch
+from hotexperts.kernels.prefetch.triton import prefetch_kernel
 
-LONG = ("counters", "copies")
-SCALARS = ("num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first")
+LONG = ("counters", "copies", "ahead_counters")
+SCALARS = ("num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first", "first_key")
 
 
 def compiled(kernel, constants, capability):
@@ -40,7 +43,7 @@ def compiled(kernel, constants, capability):
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
     )
     found = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    words = re.findall(r"((?:ld|st)\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
+    words = re.findall(r"((?:ld|st)(?:\.volatile)?\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
     return Counter(words), len(found.asm["cubin"])
 
 
@@ -48,11 +51,18 @@ name, policy, packs, capability = json.loads(sys.argv[1])
 rows, num_rows = torch.zeros(8, 64, dtype=torch.int32), 4
 packings = (Packing(108, 16), None) if packs else ()
 gather = GatherLayout.of((0, 32768), (32768, 8192), 65536, num_rows, packings)
-plan = PlanGather(PlanLayout(8, num_rows, policy), gather, rows, gather.buffer(rows.device))
+ahead = AheadRows.of(gather, num_rows, 16, rows.device)
+plan = PlanGather(
+    PlanLayout(8, num_rows, policy), gather, rows, gather.buffer(rows.device), ahead=ahead
+)
 launch, kernel = plan, plan_gather_kernel
 if name == "fill":
     launch, kernel = BankFill(plan, gather, num_rows, rows), fill_bank_kernel
+if name == "prefetch":
+    launch, kernel = Prefetch(plan, ahead, gather, rows, 0), prefetch_kernel
 constants = dict(launch._constants)
+if name == "prefetch":
+    constants["NUM_GUESSES"] = 4
 if name == "plan":
     constants |= {"HAS_NUM_VALID": True, "HAS_COUNTS": False, "BLOCK_N": 8}
 print(json.dumps(compiled(kernel, constants, capability)))

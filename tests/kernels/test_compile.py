@@ -47,3 +47,10 @@ def test_plans_copy_sixteen_bytes_at_a_time(policy: str) -> None:
     counts = compiled("plan", policy, packs=True, capability=90)
     assert counts["ld.global.v4.b32"] >= 3 + 4
     assert counts["st.global.v4.b32"] >= 4 + 4
+
+
+def test_a_prefetch_looks_for_the_end_at_every_block() -> None:
+    """And copies as the others do."""
+    counts = compiled("prefetch", "lru", packs=True, capability=90)
+    assert (counts["ld.global.v4.b32"], counts["st.global.v4.b32"]) == (3 + 4, 4 + 4)
+    assert counts["ld.volatile.global.b32"] == 3  # at the start, and after a block of each tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
+from hotexperts.cache.prefetch import PrefetchLane
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
@@ -18,13 +19,16 @@ from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import CheckpointError, ConfigError, ExpertCacheOverflow
 from hotexperts.kernels.gather import GatherLayout
+from hotexperts.kernels.gather.ahead import AheadCounter
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
 from hotexperts.kernels.plan.launch import PlanGather
+from hotexperts.kernels.prefetch.launch import Prefetch
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.residency import Residency
 from hotexperts.stats import CacheStats
 
+MAX_EXPERTS = 1 << 10  # of a layer, in the keys of rows that come ahead
 DISTINCT = 0.8  # of a batch's ids name different experts; 45 to 49 of 64 in traces of 128 experts
 
 
@@ -44,6 +48,7 @@ class DeviceWeightProvider(StreamingProvider):
         turn: as for `CachedWeightProvider`.
         num_programs: programs that copy; few leave the GPU to compute that runs beside.
         tells_pairs: where the host waits, results say which pairs they serve.
+        lane: of prefetches, shared by the model's layers of the same layout and `num_programs`.
 
     Attributes:
         next_provider: of the layer that follows in the model. Between two prefill calls the banks
@@ -70,6 +75,7 @@ class DeviceWeightProvider(StreamingProvider):
         turn: Turn | None = None,
         num_programs: int = 16,
         tells_pairs: bool = False,
+        lane: PrefetchLane | None = None,
     ) -> None:
         device = torch.device(device)
         check_device_mode(store.layout, policy, device)
@@ -90,7 +96,21 @@ class DeviceWeightProvider(StreamingProvider):
         self.plan = PlanLayout(store.num_experts, capacity, policy)
         rows = store.rows.view(torch.int32)
         gather = _gather_layout(store, capacity)
-        self.kernel = PlanGather(self.plan, gather, rows, self.buffer, num_programs=num_programs)
+        self._lane, first_key = lane, self.layer * MAX_EXPERTS
+        self.kernel = PlanGather(
+            self.plan,
+            gather,
+            rows,
+            self.buffer,
+            num_programs=num_programs,
+            ahead=None if lane is None else lane.ahead,
+            first_key=first_key,
+        )
+        if lane is not None:
+            assert lane.layout == store.layout, "a lane is of one layout"
+            ahead_layout = _gather_layout(store, lane.ahead.num_rows)
+            self.prefetch = Prefetch(self.kernel, lane.ahead, ahead_layout, rows, first_key)
+            lane.outlives([self.kernel.state, self.kernel.counters, self.prefetch.bases])
         self.slot_of_on_device = self.plan.view(self.kernel.state, "slot_of")
         self.passed = self.plan.view(self.kernel.state, "passed")
         self._waves_by_host = self._copies_by_host = 0
@@ -150,6 +170,20 @@ class DeviceWeightProvider(StreamingProvider):
         assert self.banks is not None, "see GuidedPrefill"
         self._fill.rows(row_of, self.banks.buffers[bank].view(torch.int32))
 
+    def guess_next(self, guess: Callable[[], torch.Tensor], hidden: torch.Tensor) -> None:
+        """Start to copy what the next layer may ask for; after this layer's plan.
+
+        Args:
+            guess: gives int32 ids of the next layer's experts, the likeliest first, each once; run
+                under the stream of the prefetch.
+            hidden: what it reads.
+        """
+        following = self.next_provider
+        if following is None or following._lane is None or following._lane is not self._lane:
+            return
+        prefetch = following.prefetch
+        self._lane.start(lambda: prefetch(guess()), hidden)
+
     def count_by_host(self, *, num_waves: int = 0, num_copies: int = 0) -> None:
         """Waves and rows that no kernel counts."""
         self._waves_by_host += num_waves
@@ -170,12 +204,21 @@ class DeviceWeightProvider(StreamingProvider):
             bypasses=counts[Counter.BYPASSES],
             evictions=counts[Counter.EVICTIONS],
             waves=counts[Counter.WAVES] + self._waves_by_host,
-            bytes_moved=(counts[Counter.COPIES] + self._copies_by_host) * self.store.form.nbytes,
+            bytes_moved=self._bytes_of(counts),
             lru_hits=counts[Counter.LRU_HITS] if has_shadows else None,
             best_shadow_hits=(
                 max(counts[Counter.SHADOW_HITS : Counter.LRU_HITS]) if has_shadows else None
             ),
         )
+
+    def _bytes_of(self, counts: Sequence[int]) -> int:
+        """Over the link: rows copied, less what was there already, and what came ahead."""
+        num_copies = counts[Counter.COPIES] + self._copies_by_host
+        if self._lane is None:
+            return num_copies * self.store.form.nbytes
+        ahead = counts[Counter.AHEAD :]
+        more = ahead[AheadCounter.BLOCKS] - ahead[AheadCounter.SAVED]
+        return int((num_copies + more / self.prefetch.blocks_per_row) * self.store.form.nbytes)
 
     @property
     def slot_of(self) -> list[int]:
@@ -200,6 +243,8 @@ class DeviceWeightProvider(StreamingProvider):
     def reset(self) -> None:
         """Empty the slots and forget history and counters, in stream order."""
         with self._turn.taken():
+            if self._lane is not None:  # whose copies read who is where
+                self._lane.clear()
             self.plan.clear(self.kernel.state)
             self.reset_stats()
 
@@ -220,6 +265,8 @@ class DeviceWeightProvider(StreamingProvider):
         if ledger.expert_of != self.plan.view(restored, "expert_of").tolist():
             raise CheckpointError("the slots of experts and the experts of slots disagree")
         with self._turn.taken():
+            if self._lane is not None:
+                self._lane.clear()
             self.plan.clear(self.kernel.state)  # nobody is there until all bytes are on their way
             self._copy_in(ledger.slot_of)
             self.kernel.state.copy_(restored)
@@ -245,6 +292,8 @@ class DeviceWeightProvider(StreamingProvider):
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
+        if self._lane is not None:
+            self._lane.finish()
         count = None if self.token_count is None else self.token_count.of_this_call()
         self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
         part = SLOTS if num_parts else None

@@ -12,6 +12,7 @@ from hotexperts.config import (
     CacheConfig,
     CacheMode,
     ExpertPacking,
+    Prefetch,
     StoreKind,
     parse_cache_size,
 )
@@ -45,6 +46,7 @@ def load(
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -68,6 +70,8 @@ def load(
         expert_packing: "packed12" keeps bf16 experts in 12 bits a value in host memory, without
             loss, and kernels unpack them as they copy; "none" keeps them as they are; "auto" packs
             where kernels manage the cache on a GPU and some expert has no slot.
+        prefetch: "router" copies, in the device mode and while the link would be idle, what the
+            next layer's router makes of this layer's input; "off" copies on demand alone.
         cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
             copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel);
             "auto" is "device" where all of that is given, else "host":
@@ -105,6 +109,7 @@ def load(
             cache_mode,
             check_host_memory,
             expert_packing,
+            prefetch,
         ),
         experts_algorithm,
         kv_tokens,
@@ -127,6 +132,7 @@ def attach(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
     experts_algorithm: experts.Algorithm = "auto",
@@ -142,6 +148,7 @@ def attach(
         expert_cache_size: as for `load`.
         policy: as for `load`.
         expert_packing: as for `load`.
+        prefetch: as for `load`.
         cache_mode: as for `load`.
         device: as for `load`.
         experts_algorithm: as for `load`.
@@ -170,6 +177,7 @@ def attach(
             cache_mode,
             check_host_memory,
             expert_packing,
+            prefetch,
         ),
         experts_algorithm,
         kv_tokens,
@@ -184,6 +192,7 @@ def install(
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     experts_algorithm: experts.Algorithm = "auto",
     kv_tokens: int | None = None,
@@ -198,6 +207,7 @@ def install(
         policy: as for `load`.
         expert_store: as for `load`.
         expert_packing: as for `load`.
+        prefetch: as for `load`.
         cache_mode: as for `load`.
         experts_algorithm: as for `load`.
         kv_tokens: as for `load`.
@@ -212,6 +222,7 @@ def install(
                 cache_mode,
                 check_host_memory,
                 expert_packing,
+                prefetch,
             ),
             experts_algorithm,
             kv_tokens,

@@ -14,6 +14,7 @@ from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import choose_mode
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
+from hotexperts.cache.prefetch import make_lanes
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
@@ -22,6 +23,7 @@ from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.prefetching import NextExperts
 from hotexperts.sizing import (
     LayerShape,
     SizePlan,
@@ -62,10 +64,12 @@ def attach_stores(
     providers: list[StreamingProvider] = []
     layers: list[CachedExperts] = []
     chosen = choose_mode(options.cache, [store.layout for store in stores], device)
-    make_provider: Any = CachedWeightProvider
-    if chosen.mode == "device":
-        make_provider = partial(DeviceWeightProvider, tells_pairs=True)
+    lanes = make_lanes(options.cache, chosen, stores, device)
     for layer, store in zip(found, stores, strict=True):
+        make_provider: Any = CachedWeightProvider
+        if chosen.mode == "device":
+            lane = lanes.get(store.layout)
+            make_provider = partial(DeviceWeightProvider, tells_pairs=True, lane=lane)
         provider = make_provider(
             store,
             plan.capacity,
@@ -79,6 +83,9 @@ def attach_stores(
     for this, following in itertools.pairwise(providers):
         if isinstance(this, DeviceWeightProvider) and isinstance(following, DeviceWeightProvider):
             this.next_provider = following
+    if lanes:
+        for (cached, before), (_, after) in itertools.pairwise(zip(layers, found, strict=True)):
+            cached.guess = NextExperts(model, before.module, after.module, before.top_k)
     model.eval()
     guard(model, [layer.module for layer in found])
     if not all(layer.is_capturable for layer in layers):

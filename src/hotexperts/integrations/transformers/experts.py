@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from hotexperts.cache import ExpertWeightProvider, ExpertWeightResult
+from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat
 
@@ -39,6 +42,9 @@ class CachedExperts:
         algorithm: which of Transformers' implementations multiplies; "auto" takes `batched_mm`
             for few pairs on CUDA, as Transformers does when it decodes, and else `grouped_mm`.
 
+    Attributes:
+        guess: from the layer's input to what the next layer will ask for; None: nobody guesses.
+
     Raises:
         ConfigError: an unknown algorithm.
     """
@@ -57,6 +63,7 @@ class CachedExperts:
         self.provider = provider
         self.device = device
         self.algorithm = algorithm
+        self.guess: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.key = next(_keys)
         self._module = weakref.ref(module)
         self._proxies: dict[tuple[int, bool], nn.Module] = {}
@@ -84,6 +91,9 @@ class CachedExperts:
         waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
         with closing(waves):
             first = next(waves)
+            if self.guess is not None and len(index) <= PREFILL_MIN_TOKENS:
+                assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
+                self.provider.guess_next(partial(self.guess, hidden), hidden)
             if first.part is None and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)

@@ -45,7 +45,7 @@ class Guesser:
         self.name = name_of(model, after)
         self._model_class = type(model).__name__
         self._after = after
-        self._router = find_router(model, after, without="guesses")
+        self._router = find_router(model, after, remedy="record without guesses")
         source, layer = find_layer(model, before), find_layer(model, after)
         norm = None if layer is None else find_norm(layer)
         if source is None or norm is None:

@@ -10,6 +10,8 @@ from torch import nn
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.transformers import compat
 
+WITHOUT_LOGITS = "record without logits"
+
 
 class Router(NamedTuple):
     """What decides for one layer.
@@ -28,13 +30,13 @@ class Router(NamedTuple):
         return found
 
 
-def find_router(model: nn.Module, experts: nn.Module, *, without: str = "logits") -> Router:
+def find_router(model: nn.Module, experts: nn.Module, *, remedy: str = WITHOUT_LOGITS) -> Router:
     """The router of an experts module, as the model's class names it for `output_router_logits`.
 
     Args:
         model: with both.
         experts: the experts module.
-        without: what a refusal says to do without.
+        remedy: what a refusal says to do.
 
     Raises:
         UnsupportedModelError: the class names none, or none that belongs to this layer alone.
@@ -50,8 +52,7 @@ def find_router(model: nn.Module, experts: nn.Module, *, without: str = "logits"
         if len(found) == 1:
             return found[0]
     raise UnsupportedModelError(
-        f"{type(model).__name__} does not say where the router logits of {name} are: "
-        f"record without {without}"
+        f"{type(model).__name__} does not say where the router logits of {name} are: {remedy}"
     )
 
 

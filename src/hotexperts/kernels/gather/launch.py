@@ -55,10 +55,9 @@ class BankFill:
             "NUM_EXPERTS": layout.num_experts,
             "NUM_ROWS": num_rows,
             "BANK_OFFSETS": gather.slot_offsets,
-            **gather.constants,
+            **gather.constants(block_words),
             "BLOCK_E": 1 << max(0, layout.num_experts - 1).bit_length(),
             "BLOCK_N": BLOCK_IDS,
-            "BLOCK_WORDS": block_words,
             "num_warps": num_warps,
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, Packing
 
 ALIGNMENT_WORDS = 64  # 256 bytes, as in a row
 WORD_BYTES = 4
@@ -64,10 +64,16 @@ class GatherLayout:
             packings,
         )
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What a kernel that copies rows is compiled for, but for where the slots are."""
+    def constants(self, block_words: int) -> dict[str, Any]:
+        """What a kernel that copies rows is compiled for, but for where the slots are.
+
+        Args:
+            block_words: words of a plain tensor that a program has on the way at once.
+        """
         return {
+            "BLOCKS": tuple(
+                block_words if packing is None else BLOCK_VALUES // 2 for packing in self.packings
+            ),
             "ROW_WORDS": self.row_words,
             "ROW_OFFSETS": self.row_offsets,
             "NUM_WORDS": self.num_words,

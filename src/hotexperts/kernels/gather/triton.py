@@ -7,29 +7,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hotexperts.kernels.gather.unpack import unpack_tensor
+from hotexperts.kernels.gather.unpack import unpack_block
 
 
 @triton.jit
-def copy_tensor(
-    source,
-    target,
-    num_words,
-    i_program,
-    num_programs,
-    BLOCK_WORDS: tl.constexpr,
-):
-    """This program's share of one tensor: blocks i_program, i_program + num_programs, ...
+def copy_block(source, target, base, num_words, i_block, ROOM: tl.constexpr, WORDS: tl.constexpr):
+    """One block of one tensor, `WORDS` words of the target, unpacked where there is a `ROOM`.
 
     `source` and `target` are int32 pointers; the caller promises 16-byte alignment of both, or
     the compiler sees none and splits the loads.
     """
-    o_block = tl.arange(0, BLOCK_WORDS)
-    for begin in range(i_program * BLOCK_WORDS, num_words, num_programs * BLOCK_WORDS):
-        o_word = begin + o_block
+    if ROOM == 0:
+        o_word = i_block * WORDS + tl.arange(0, WORDS)
         m_word = o_word < num_words
-        b_words = tl.load(source + o_word, mask=m_word, other=0)
-        tl.store(target + o_word, b_words, mask=m_word)
+        tl.store(target + o_word, tl.load(source + o_word, mask=m_word, other=0), mask=m_word)
+    else:
+        unpack_block(source, target, base, num_words, i_block, ROOM)
+
+
+@triton.jit
+def blocks_of_row(
+    i_program,
+    num_programs,
+    NUM_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NUM_TENSORS: tl.constexpr,
+):
+    """How many blocks of a row are this program's, those of all tensors together."""
+    num = 0
+    for i_tensor in tl.static_range(NUM_TENSORS):
+        num_blocks = (NUM_WORDS[i_tensor] + BLOCKS[i_tensor] - 1) // BLOCKS[i_tensor]
+        num += tl.maximum(num_blocks - i_program + num_programs - 1, 0) // num_programs
+    return num
 
 
 @triton.jit
@@ -41,31 +50,46 @@ def copy_row(
     slot,
     i_program,
     num_programs,
+    staging,
+    row,
+    num_done,
     ROW_WORDS: tl.constexpr,
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
+    STAGING_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     ROOMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
 ):
-    """This program's share of one expert's row, every tensor of it."""
+    """This program's share of one expert's row: every num_programs-th block of every tensor.
+
+    Its first `num_done` blocks, counted over the tensors, are in a row of the staging buffer, as
+    they are in a slot.
+    """
     # Rows are megabytes: expert x ROW_WORDS passes 2^31.
-    row = rows + expert.to(tl.int64) * ROW_WORDS
+    source = rows + expert.to(tl.int64) * ROW_WORDS
     for i_tensor in tl.static_range(NUM_TENSORS):
-        source = row + ROW_OFFSETS[i_tensor]
-        target = buffer + SLOT_OFFSETS[i_tensor] + slot.to(tl.int64) * NUM_WORDS[i_tensor]
-        if ROOMS[i_tensor] == 0:
-            copy_tensor(source, target, NUM_WORDS[i_tensor], i_program, num_programs, BLOCK_WORDS)
-        else:
-            unpack_tensor(
-                source,
+        num_words = NUM_WORDS[i_tensor]
+        num_blocks = (num_words + BLOCKS[i_tensor] - 1) // BLOCKS[i_tensor]
+        target = buffer + SLOT_OFFSETS[i_tensor] + slot.to(tl.int64) * num_words
+        staged = staging + STAGING_OFFSETS[i_tensor] + row * num_words
+        num_mine = tl.maximum(num_blocks - i_program + num_programs - 1, 0) // num_programs
+        num_staged = tl.minimum(tl.maximum(num_done, 0), num_mine)
+        num_done -= num_mine
+        from_host = i_program + num_staged * num_programs
+        for i_block in range(i_program, from_host, num_programs):
+            copy_block(staged, target, 0, num_words, i_block, 0, BLOCKS[i_tensor])
+        base = tl.load(bases + i_tensor)
+        for i_block in range(from_host, num_blocks, num_programs):
+            copy_block(
+                source + ROW_OFFSETS[i_tensor],
                 target,
-                tl.load(bases + i_tensor),
-                NUM_WORDS[i_tensor],
-                i_program,
-                num_programs,
+                base,
+                num_words,
+                i_block,
                 ROOMS[i_tensor],
+                BLOCKS[i_tensor],
             )
 
 
@@ -89,10 +113,10 @@ def fill_bank_kernel(
     BANK_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     ROOMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
 ):
     """One part of one layer call: see `naive.fill_bank`."""
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -126,11 +150,15 @@ def fill_bank_kernel(
                 row,
                 i_program,
                 num_programs,
+                bank,
+                0,
+                0,
                 ROW_WORDS,
                 ROW_OFFSETS,
                 BANK_OFFSETS,
+                BANK_OFFSETS,
                 NUM_WORDS,
                 ROOMS,
+                BLOCKS,
                 NUM_TENSORS,
-                BLOCK_WORDS,
             )

@@ -8,9 +8,10 @@ import torch
 
 from hotexperts.errors import ConfigError
 from hotexperts.kernels.device import current
+from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
-from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, PlanLayout
+from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, Counter, PlanLayout
 
 MAX_IDS = 512  # what every program may count by itself
 COUNT_PROGRAMS = 64  # of a launch that counts more
@@ -28,6 +29,8 @@ class PlanGather:
         num_programs: programs that copy; few leave the GPU to compute that runs beside.
         num_warps: warps of each.
         block_words: int32 words a program has on the way at once.
+        ahead: rows that a prefetch copied before this layer asked, made for as many programs.
+        first_key: of this layer's expert 0 among those rows' keys.
 
     Attributes:
         state: int32 `[layout.num_words]`.
@@ -44,6 +47,8 @@ class PlanGather:
         num_programs: int = 16,
         num_warps: int = 8,
         block_words: int = 4096,
+        ahead: AheadRows | None = None,
+        first_key: int = 0,
     ) -> None:
         if layout.policy == "adv" and num_programs < rules.NUM_PLAYED:
             raise ConfigError(
@@ -53,6 +58,9 @@ class PlanGather:
         self.state = layout.fresh(buffer.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
         self._rows, self._buffer = rows, buffer
+        self.ahead_counters = self.counters[Counter.AHEAD :]
+        self._first_key = first_key
+        self._ahead = (self.state, buffer) if ahead is None else (ahead.words, ahead.buffer)
         self._counted = torch.zeros(layout.num_experts, dtype=torch.int32, device=buffer.device)
         self._bases = gather.bases(buffer.device)
         self._powers = rules.lcp_table().to(buffer.device)
@@ -66,10 +74,11 @@ class PlanGather:
             "SHADOW_SCRATCH": layout.shadow_scratch,
             "MAY_BYPASS": layout.policy in BYPASSING_POLICIES,
             "SLOT_OFFSETS": gather.slot_offsets,
-            **gather.constants,
+            **gather.constants(block_words),
+            "STAGING_OFFSETS": gather.slot_offsets if ahead is None else ahead.offsets,
+            "AHEAD_ROWS": 0 if ahead is None else ahead.num_rows,
             "BLOCK_E": _power_of_two(layout.num_experts),
             "BLOCK_C": _power_of_two(layout.capacity),
-            "BLOCK_WORDS": block_words,
             "num_warps": num_warps,
             "enable_fp_fusion": False,  # each operation rounds by itself, as the policy does
         }
@@ -114,12 +123,15 @@ class PlanGather:
                 self._rows,
                 self._buffer,
                 self._bases,
+                *self._ahead,
+                self.ahead_counters,
                 self._powers,
                 num_ids,
                 top_k,
                 max_bypassed,
                 int(evict),
                 num_waves,
+                self._first_key,
                 HAS_NUM_VALID=has_num_valid,
                 HAS_COUNTS=num_ids > MAX_IDS,
                 BLOCK_N=min(32, max(2, _power_of_two(num_ids))),

@@ -58,9 +58,10 @@ class Counter(enum.IntEnum):
     COPIES = 6  # rows, wherever to
     SHADOW_HITS = 7  # adv: from here on, of its seven shadows
     LRU_HITS = 14  # adv: of an LRU cache of as many slots
+    AHEAD = 15  # from here on, those of `AheadCounter`
 
 
-NUM_COUNTERS = Counter.LRU_HITS + 1
+NUM_COUNTERS = Counter.AHEAD + 4
 
 
 @dataclass(frozen=True)

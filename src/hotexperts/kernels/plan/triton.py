@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hotexperts.kernels.gather.triton import copy_row
+from hotexperts.kernels.gather.triton import blocks_of_row, copy_row
 from hotexperts.kernels.plan.choose import choose, move_shadow
 from hotexperts.kernels.plan.count import count_ids, num_counted
 from hotexperts.kernels.plan.record import (
@@ -36,7 +36,9 @@ WORTH: tl.constexpr = tl.constexpr(3)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves"])
+@triton.jit(
+    do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first_key"]
+)
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
@@ -47,12 +49,16 @@ def plan_gather_kernel(
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     buffer,  # int32, the slots
     bases,  # int32 [NUM_TENSORS]: of packed tensors
+    ahead,  # int32: see AheadRows; read if AHEAD_ROWS > 0
+    staging,  # int32, its rows
+    ahead_counters,  # int64, by AheadCounter
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
     top_k,
     max_bypassed,  # misses that may pass by of the policy's own will
     evict,  # 0 admits into free slots only
     num_waves,  # what the call is going to take, for the counters
+    first_key,  # of expert 0 among the keys of the rows ahead
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     POLICY: tl.constexpr,
@@ -67,11 +73,13 @@ def plan_gather_kernel(
     SLOT_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     ROOMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
+    STAGING_OFFSETS: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
 ):
     """One event of one layer: see the module, and `naive.plan` for what it does."""
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -175,6 +183,11 @@ def plan_gather_kernel(
         target = tl.load(target_at + place, mask=admitted, other=-1)
         new_slot_of = tl.where(admitted, target, tl.where(leaves, -1, slot_of))
 
+    if AHEAD_ROWS > 0:
+        o_r = tl.arange(0, AHEAD_ROWS)
+        keys_ahead = tl.load(ahead + 1 + o_r)
+        num_ahead = tl.load(ahead + 1 + AHEAD_ROWS + i_program)
+
     # Nobody may write the state before all have read it.
     tl.debug_barrier()
     is_last = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel") == num_programs - 1
@@ -212,13 +225,28 @@ def plan_gather_kernel(
         if num_missed > 0:
             tl.store(slot_of_at + o_e, new_slot_of, mask=m_e)
             tl.store(expert_of_at + target, o_e, mask=admitted)
+        if AHEAD_ROWS > 0:  # the next prefetch begins anew
+            tl.store(ahead, 0)
+            tl.store(ahead + 1 + o_r, -1)
         add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves)
 
     # Every program copies a share of every row.
+    num_used = tl.full([], 0, tl.int32)
+    num_saved = tl.full([], 0, tl.int32)
     for i_copy in range(0, num_admitted):
         chosen = admitted & (place == i_copy)
         expert = tl.sum(tl.where(chosen, o_e, 0))
         slot = tl.sum(tl.where(chosen, target, 0))
+        row = 0
+        num_done = 0
+        if AHEAD_ROWS > 0:
+            row = tl.max(tl.where(keys_ahead == first_key + expert, o_r, -1))
+            num_used += (row >= 0).to(tl.int32)
+            num_row = blocks_of_row(i_program, num_programs, NUM_WORDS, BLOCKS, NUM_TENSORS)
+            num_done = tl.minimum(tl.maximum(num_ahead - row * num_row, 0), num_row)
+            num_done = tl.where(row >= 0, num_done, 0)
+            num_saved += num_done
+            row = tl.maximum(row, 0)
         copy_row(
             rows,
             buffer,
@@ -227,14 +255,22 @@ def plan_gather_kernel(
             slot,
             i_program,
             num_programs,
+            staging,
+            row,
+            num_done,
             ROW_WORDS,
             ROW_OFFSETS,
             SLOT_OFFSETS,
+            STAGING_OFFSETS,
             NUM_WORDS,
             ROOMS,
+            BLOCKS,
             NUM_TENSORS,
-            BLOCK_WORDS,
         )
+    if AHEAD_ROWS > 0:
+        tl.atomic_add(ahead_counters + 3, num_saved.to(tl.int64), sem="relaxed")
+        if i_program == 0:
+            tl.atomic_add(ahead_counters + 2, num_used.to(tl.int64), sem="relaxed")
 
     # The shadows move off the critical path, into the half of the state that nobody reads now.
     if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
