@@ -43,7 +43,12 @@ def test_every_generated_table_of_results_is_listed() -> None:
 
 def test_every_result_is_shown() -> None:
     there = {path.stem for path in (claims.ROOT / "bench/results").glob("*.json")}
-    shown = {*claims.TABLES.values(), "policies", *({"two-gpu"} & there)}  # on pages of their own
+    shown = {
+        *claims.TABLES.values(),
+        "policies",
+        "prefetch-simulated",
+        *({"two-gpu"} & there),
+    }  # on pages of their own
     assert there - {"gpu-tests"} == shown
 
 
