@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cases
-from vllm_decode import PART_OF_LINK
+from hotexperts.bench.bound import PART_OF_LINK
 
 SHOWN = ("ms", "hit_rate", "percent_of_floor", "times_one_gpu", "stamped_ms")
 

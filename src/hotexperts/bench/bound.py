@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_PART_OF_LINK = 0.94  # that copies on demand can have
+PART_OF_LINK = 0.94  # that copies on demand can have
 
 
 class Bound(NamedTuple):
@@ -34,5 +34,5 @@ def bound(ms: float, resident_ms: float, missed_nbytes: float, link_gb_s: float)
         link_gb_s: 10^9 bytes a second.
     """
     nbytes_per_ms = link_gb_s * 1e6
-    floor = resident_ms + missed_nbytes / (_PART_OF_LINK * nbytes_per_ms)
+    floor = resident_ms + missed_nbytes / (PART_OF_LINK * nbytes_per_ms)
     return Bound(floor, 100 * max(resident_ms, missed_nbytes / nbytes_per_ms) / ms)
