@@ -1,12 +1,14 @@
 # Everything a fresh machine needs: `make demo` runs the main job, `make test` checks the code.
 # PYTHON=python3.12 chooses the interpreter; TORCH_INDEX=URL passes a package index on to pip for
-# torch alone (the CPU-only or another CUDA build: see PyTorch's install page).
+# torch alone (the CPU-only or another CUDA build: see PyTorch's install page). JOBS=N runs tests in
+# so many processes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
+JOBS ?= 2
 DEMO_PROMPT ?= def read_file(path):
 
 .PHONY: demo test lint types imports unit docs pages test-5.17 test-vllm audit clean
@@ -27,7 +29,7 @@ imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # The site, in site/: broken links fail. Building needs no network; the two packages for it are small.
 docs: .venv-docs/.installed
