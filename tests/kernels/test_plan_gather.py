@@ -134,6 +134,9 @@ def test_bank_fills_agree(num_rows: int) -> None:
     naive_bank = torch.full((layout.buffer_words,), -1, dtype=torch.int32)
     bank = naive_bank.to(DEVICE, copy=True)
     num_fills = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    fill.warm_up(bank)
+    assert torch.equal(bank.cpu(), naive_bank)
+    assert not layer.kernel.counters.any()
     for event in range(NUM_EVENTS):
         ids = random_ids(draw, 16, 2, 4)
         layer.event(ids, None, evict=draw.random() < 0.3, max_bypassed=0)

@@ -123,6 +123,8 @@ class DeviceWeightProvider(StreamingProvider):
                 rows,
                 num_programs=num_programs,
             )
+            if self.buffer.is_cuda:  # eager prefills may never launch it
+                self._fill.warm_up(self.banks.buffers[0].view(torch.int32))
             self.banks.lane.outlives(self._fill.used_ahead)
 
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:

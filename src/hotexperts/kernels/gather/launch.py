@@ -94,6 +94,16 @@ class BankFill:
         nobody, written = row_of[:0], (row_of, row_of)  # which it already says
         self._launch(nobody, written, row_of, self._chosen_fills, bank, 0)
 
+    def warm_up(self, bank: torch.Tensor) -> None:
+        """Load the kernel for both kinds of ids, copying nothing.
+
+        The first launch in a process loads code, which may not happen while a graph is captured.
+        """
+        nowhere = torch.full_like(self._passed, -1)
+        for dtype in (torch.int32, torch.int64):
+            nobody = nowhere.new_empty(0, dtype=dtype)
+            self._launch(nobody, (nobody, nowhere), nowhere, self._chosen_fills, bank, 0)
+
     def _launch(
         self,
         topk_ids: torch.Tensor,

@@ -93,7 +93,11 @@ def copy_row(
             )
 
 
-@triton.jit(do_not_specialize=["num_ids", "first"])
+@triton.jit(
+    do_not_specialize=["num_ids", "first"],
+    # Or a slice of these at another address would load one more kernel, which no capture may.
+    do_not_specialize_on_alignment=["topk_ids", "local", "row_of", "num_fills", "copies"],
+)
 def fill_bank_kernel(
     topk_ids,  # [N], int32 or int64
     local,  # [N], same dtype: bank rows, -1 where this part does not serve the pair
