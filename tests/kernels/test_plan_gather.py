@@ -91,7 +91,7 @@ class Layer:
         assert self.layout.view(self.naive_state, "slot_of").tolist() == self.ledger.slot_of
         shadows = self.policy.shadow_hits()
         if shadows is not None:
-            played = self.naive_counters[Counter.SHADOW_HITS :].tolist()
+            played = self.naive_counters[Counter.SHADOW_HITS : Counter.AHEAD].tolist()
             assert played == [*shadows.shadows, shadows.lru]
         passed = self.layout.view(self.naive_state, "passed")
         bypassed = list(decision.bypassed)

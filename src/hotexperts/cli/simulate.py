@@ -172,6 +172,7 @@ def simulate(
             predictors, prefetch_ahead, prefetch_tap, prefetch_budget, prefetch_rows, prefetch_slack
         )
         foretold.check_beside(predictors, moe_share, plot)
+        _need_plotting(plot)
         rules = _rules(ties, pool, pool_floor, sequences, preload)
         sweep = _sweep(traces, policies, sizes, batches, prefill, rules)
         nbytes = expert_sizes(sweep.traces, expert_mb)
@@ -190,11 +191,14 @@ def _check_outputs(json_file: str | None, plot: str | None) -> None:
         if name is None or (name, option) == (_STDOUT, "--json"):
             continue
         options.check_output(option, name)
-    if plot is not None:
-        if Path(plot).suffix not in _PLOTS:
-            raise ConfigError(f"--plot {plot}: end the name in {', '.join(_PLOTS)}")
-        if Path(plot).suffix != _PAGE:
-            import matplotlib  # noqa: F401  # absent, it is named here, not after the replays
+    if plot is not None and Path(plot).suffix not in _PLOTS:
+        raise ConfigError(f"--plot {plot}: end the name in {', '.join(_PLOTS)}")
+
+
+def _need_plotting(plot: str | None) -> None:
+    """Fail for want of matplotlib now, not after the replays."""
+    if plot is not None and Path(plot).suffix != _PAGE:
+        import matplotlib  # noqa: F401
 
 
 def _rules(ties: str, pool: str, pool_floor: int, sequences: str, preload: str | None) -> Rules:
