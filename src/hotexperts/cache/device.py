@@ -11,7 +11,7 @@ from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
-from hotexperts.cache.prefetch import PrefetchLane
+from hotexperts.cache.prefetch import NUM_PROGRAMS, PrefetchLane
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
@@ -73,7 +73,7 @@ class DeviceWeightProvider(StreamingProvider):
         device: torch.device | str = "cuda",
         banks: StreamBanks | None = None,
         turn: Turn | None = None,
-        num_programs: int = 16,
+        num_programs: int = NUM_PROGRAMS,
         tells_pairs: bool = False,
         lane: PrefetchLane | None = None,
     ) -> None:
@@ -108,6 +108,7 @@ class DeviceWeightProvider(StreamingProvider):
         )
         if lane is not None:
             assert lane.layout == store.layout, "a lane is of one layout"
+            assert lane.ahead.num_programs == num_programs, "each goes on where its twin ended"
             ahead_layout = _gather_layout(store, lane.ahead.num_rows)
             self.prefetch = Prefetch(self.kernel, lane.ahead, ahead_layout, rows, first_key)
             lane.outlives([self.kernel.state, self.kernel.counters, self.prefetch.bases])
