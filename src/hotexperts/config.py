@@ -47,6 +47,8 @@ Prefetch: TypeAlias = Literal["off", "router"]
 PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
 DEFAULT_PACKING: ExpertPacking = "none"
+ExpertDtype: TypeAlias = Literal["none", "fp8", "int8", "int4"]
+EXPERT_DTYPES: tuple[ExpertDtype, ...] = ("none", "fp8", "int8", "int4")
 
 
 def parse_bytes(text: str) -> int:
@@ -136,6 +138,8 @@ class CacheConfig:
             unpack; "auto" does where a GPU's kernels copy what is missed.
         prefetch: "router" copies, while the link is idle, what the next layer's router makes of
             this layer's input.
+        expert_dtype: "fp8", "int8" or "int4" quantises experts as they are loaded, which is lossy;
+            slots hold the model's dtype all the same.
     """
 
     size: CacheSize = AUTO
@@ -145,6 +149,7 @@ class CacheConfig:
     check_host_memory: bool = True
     packing: ExpertPacking = DEFAULT_PACKING
     prefetch: Prefetch = "off"
+    expert_dtype: ExpertDtype = "none"
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
@@ -166,6 +171,23 @@ class CacheConfig:
             raise ConfigError(
                 "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it "
                 f"does not work with {given}"
+            )
+        self._check_expert_dtype()
+
+    def _check_expert_dtype(self) -> None:
+        if self.expert_dtype not in EXPERT_DTYPES:
+            raise ConfigError(
+                f"expert_dtype is {self.expert_dtype!r}: use 'none', 'fp8', 'int8' or 'int4'"
+            )
+        if self.expert_dtype != "none" and self.store == "file":
+            raise ConfigError(
+                f"expert_dtype {self.expert_dtype!r} quantises experts while they are copied into "
+                "memory: use expert_store 'ram'"
+            )
+        if self.expert_dtype != "none" and self.packing == "packed12":
+            raise ConfigError(
+                f"expert_dtype {self.expert_dtype!r} and expert_packing 'packed12' are two forms "
+                "of the same experts: leave one of the two out"
             )
 
     @property

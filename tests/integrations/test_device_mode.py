@@ -14,7 +14,7 @@ from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.prefetching import NextExperts
-from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.gather.packed12 import Packed12
 from hotexperts.kernels.plan import Counter
 from integrations import zoo
 
@@ -155,7 +155,7 @@ def test_a_captured_decode_step_equals_the_eager_one(policy: str, checkpoint: Pa
 def test_packed_experts_give_the_same_tokens(checkpoint: Path, monkeypatch: Any) -> None:
     """Slots hold what the file holds; here even tiny tensors are packed."""
     monkeypatch.setattr(
-        packed_store, "_packing_that_pays", lambda nbytes, base, n: Packing(base, 128)
+        packed_store, "_packing_that_pays", lambda nbytes, base, n: Packed12(base, 128)
     )
     prompt = zoo.sample_ids(batch=1, length=70).to(DEVICE)
     found = {}

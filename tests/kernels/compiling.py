@@ -1,6 +1,7 @@
 """Compiles one kernel for a GPU and prints its loads and stores by kind, and its size: JSON.
 
-python compiling.py '["plan", "fill" or "prefetch", POLICY, whether a tensor is packed, CAPABILITY]'
+python compiling.py '["plan", "fill" or "prefetch", POLICY, name of the first tensor's packing,
+CAPABILITY]'
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from hotexperts.kernels.gather import scaled
 from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.gather.layout import GatherLayout
-from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.gather.packed12 import Packed12
+from hotexperts.kernels.gather.scaled import Scaled
 from hotexperts.kernels.gather.triton import fill_bank_kernel
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.plan.layout import PlanLayout
@@ -47,9 +50,17 @@ def compiled(kernel, constants, capability):
     return Counter(words), len(found.asm["cubin"])
 
 
-name, policy, packs, capability = json.loads(sys.argv[1])
+PACKINGS = {
+    "plain": None,
+    "packed12": Packed12(108, 16),
+    "int4": scaled.by_row(scaled.INT4, (128, 128), 32, 16, torch.bfloat16),
+    "int8": scaled.by_row(scaled.INT8, (128, 128), 128, 16, torch.bfloat16),
+    "fp8": Scaled(scaled.E4M3, 128, 128, 128, 128, 32, torch.bfloat16),
+    "mxfp4": Scaled(scaled.E2M1, 128, 128, 32, 1, 8, torch.bfloat16),
+}
+name, policy, packing, capability = json.loads(sys.argv[1])
 rows, num_rows = torch.zeros(8, 64, dtype=torch.int32), 4
-packings = (Packing(108, 16), None) if packs else ()
+packings = (PACKINGS[packing], None)
 gather = GatherLayout.of((0, 32768), (32768, 8192), 65536, num_rows, packings)
 ahead = AheadRows.of(gather, num_rows, 16, rows.device)
 plan = PlanGather(

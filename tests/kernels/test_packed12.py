@@ -14,7 +14,7 @@ from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
 from hotexperts.errors import ConfigError, UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import packed12
-from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packing
+from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, ROOMS, Packed12
 
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_every_value_comes_back(base: int) -> None:
     spread = torch.full((1, 65536 * step), (base + 1) << 7, dtype=torch.int32)
     spread[0, ::step] = torch.arange(65536) - 2**15
     values = from_bits(spread)
-    packing = Packing(base, 512)  # more room than any choice gives: 256 of a block stand out
+    packing = Packed12(base, 512)  # more room than any choice gives: 256 of a block stand out
     words = packed12.pack(values, packing)
     assert words.shape == (1, packing.num_words(values.shape[1]))
     assert torch.equal(bits(packed12.unpack(words, packing, values.shape[1])), bits(values))
@@ -65,7 +65,7 @@ def test_random_weights_come_back(num_rows: int, num_values: int, seed: int) -> 
     values = gaussian(num_rows, num_values, seed=seed)
     base = packed12.window(packed12.exponents(values))
     assert packed12.most_exceptions(values, base) <= ROOMS[0]
-    packing = Packing(base, ROOMS[0])
+    packing = Packed12(base, ROOMS[0])
     found = packed12.unpack(packed12.pack(values, packing), packing, num_values)
     assert torch.equal(bits(found), bits(values))
 
@@ -83,7 +83,7 @@ def test_the_window_holds_what_occurs_most() -> None:
 
 
 def test_packed_weights_take_three_quarters_and_a_little() -> None:
-    packing = Packing(108, 16)
+    packing = Packed12(108, 16)
     assert packing.num_words(1024 * 2048) * 4 / (2 * 1024 * 2048) == pytest.approx(0.754, abs=5e-4)
 
 
@@ -139,7 +139,7 @@ def test_nothing_to_store_is_refused(shape: tuple[int, int]) -> None:
         PackedBackingStore.from_tensors(tensors, CPU)
 
 
-@pytest.mark.parametrize("place", ["_lay_out", "choose_packings", "allocate"])
+@pytest.mark.parametrize("place", ["lay_out_packed", "choose_packings", "allocate"])
 def test_a_gpu_without_room_to_pack_in_is_told_the_knob(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hotexperts.banks import NUM_BANKS
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore
@@ -65,6 +66,9 @@ class CachedWeightProvider(StreamingProvider):
         super().__init__(store, capacity, device, banks, turn)
         self.slots = GPUSlotManager(store.layout, store.num_experts, capacity, device, num_staging)
         self.policy = POLICIES.load(policy)(store.num_experts, capacity)
+        self._moved_nbytes = store.layout.nbytes
+        if isinstance(store, PackedBackingStore):
+            self._moved_nbytes = store.form.nbytes
         self._stats = CacheStats()
         self._shadows = ShadowCounter(self.policy)
 
@@ -272,7 +276,7 @@ class CachedWeightProvider(StreamingProvider):
         self._stats.misses += num_misses
         self._stats.bypasses += len(decision.bypassed)
         self._stats.evictions += len(decision.victims)
-        self._stats.bytes_moved += num_misses * self.store.layout.nbytes
+        self._stats.bytes_moved += num_misses * self._moved_nbytes
 
 
 def remapped_result(

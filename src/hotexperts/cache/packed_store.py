@@ -1,4 +1,4 @@
-"""Rows in host memory, bf16 tensors among them in 12 bits a value, which kernels unpack."""
+"""Rows in host memory whose tensors are packed, which whoever copies them unpacks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import AUTO, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
-from hotexperts.formats import ExpertLayout
-from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
+from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.kernels.gather import packed12
-from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.kernels.gather.packed12 import Packed12
+from hotexperts.kernels.gather.packing import Packing
 
 CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
 PEAK = 12  # times as much memory it takes
@@ -25,18 +25,22 @@ Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n
 
 
 class PackedBackingStore:
-    """Every row in host memory, its bf16 tensors packed where that pays.
+    """Every row in host memory, its tensors packed where that pays.
 
-    A tensor stays plain where a block of it has too many exceptions for the largest room
-    (`packed12.ROOMS`), 1.6 % of its values, and where it is so small that blocks make it larger.
+    Where `packed12` packs, a tensor stays plain if a block of it has too many exceptions for the
+    largest room (`packed12.ROOMS`), 1.6 % of its values, and if it is so small that blocks make it
+    larger.
 
     Attributes:
         rows: uint8 `[E, form.row_nbytes]`.
         form: how a row lies in them.
+        kind: of the packing, for reports.
 
     Raises:
         HostMemoryError: the memory, or its page-locking, is refused.
     """
+
+    kind = "packed12"
 
     def __init__(
         self, layout: ExpertLayout, num_experts: int, form: RowForm, *, pin: bool = False
@@ -69,7 +73,7 @@ class PackedBackingStore:
         Raises:
             ConfigError: the device has no room for them.
         """
-        with _fitting(source.num_experts * source.layout.nbytes):
+        with fitting(source.num_experts * source.layout.nbytes, "expert_packing 'none'"):
             _, staged = source.layout.allocate(source.num_experts, device)
         for expert in range(source.num_experts):
             source.copy_into(expert, [tensor[expert] for tensor in staged])
@@ -97,12 +101,12 @@ class PackedBackingStore:
                 yield [t[first : first + step].detach().to(device) for t in tensors.values()]
 
         first = 0
-        with _fitting(PEAK * min(step, num_experts) * layout.row_nbytes):
-            form = _form(layout, choose_packings(layout, chunks))
+        with fitting(PEAK * min(step, num_experts) * layout.row_nbytes, "expert_packing 'none'"):
+            form = RowForm.packed(layout, choose_packings(layout, chunks))
             store = cls(layout, num_experts, form, pin=pin)
             for part in chunks():
                 rows = store.rows[first : first + len(part[0])]
-                rows.copy_(_lay_out(store.form, part))
+                rows.copy_(lay_out_packed(store.form, part))
                 first += len(rows)
         return store
 
@@ -110,6 +114,14 @@ class PackedBackingStore:
     def host_nbytes(self) -> int:
         """Bytes of `rows`."""
         return self.rows.numel()
+
+    def could_pack(self, spec: TensorSpec) -> bool:
+        """Whether a tensor is of those that are packed where it pays."""
+        return spec.dtype == torch.bfloat16 and spec.nbytes > 0
+
+    def describe_loss(self, stores: Sequence[Any]) -> str:
+        """What layers kept like this one lose, for a report; nothing here."""
+        return ""
 
     @torch.no_grad()
     def copy_into(self, expert: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -120,21 +132,23 @@ class PackedBackingStore:
             if packing is None:
                 target.copy_(words[: target.nbytes].view(target.dtype).view(target.shape))
             else:
-                found = packed12.unpack(
-                    words.view(torch.int32).unsqueeze(0), packing, target.numel()
-                )
+                found = packing.unpack(words.view(torch.int32).unsqueeze(0), target.numel())
                 target.copy_(found.view(target.shape))
 
 
 @contextmanager
-def _fitting(nbytes: int) -> Iterator[None]:
-    """Inside, so much of the device's memory is taken, or it is said what to do."""
+def fitting(nbytes: int, remedy: str) -> Iterator[None]:
+    """Inside, so much of the device's memory is taken, or it is said what to use instead.
+
+    Raises:
+        ConfigError: the device has not as much.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"packing takes {format_bytes(nbytes)} of the GPU while a layer is loaded, which it "
-            "has not: use expert_packing 'none'"
+            f"has not: use {remedy}"
         ) from error
 
 
@@ -156,27 +170,15 @@ def choose_packings(layout: ExpertLayout, chunks: Chunks) -> tuple[Packing | Non
     )
 
 
-def _packing_that_pays(nbytes: int, base: int, num_exceptions: int) -> Packing | None:
+def _packing_that_pays(nbytes: int, base: int, num_exceptions: int) -> Packed12 | None:
     rooms = [room for room in packed12.ROOMS if room >= num_exceptions]
-    packing = Packing(base, rooms[0]) if rooms else None
+    packing = Packed12(base, rooms[0]) if rooms else None
     if packing is None or 4 * packing.num_words(nbytes // 2) >= nbytes:
         return None
     return packing
 
 
-def _form(layout: ExpertLayout, packings: tuple[Packing | None, ...]) -> RowForm:
-    sizes = [
-        spec.nbytes if packing is None else 4 * packing.num_words(spec.nbytes // 2)
-        for spec, packing in zip(layout.specs, packings, strict=True)
-    ]
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
-    return RowForm(tuple(offsets), tuple(sizes), end, packings)
-
-
-def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def lay_out_packed(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows, uint8 `[n, row_nbytes]`, on the tensors' device."""
     device = tensors[0].device
     rows = torch.zeros(len(tensors[0]), form.row_nbytes, dtype=torch.uint8, device=device)
@@ -186,7 +188,7 @@ def _lay_out(form: RowForm, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if size == 0:
             continue
         flat = _flat(tensor)
-        found = flat.contiguous() if packing is None else packed12.pack(flat, packing)
+        found = flat.contiguous() if packing is None else packing.pack(flat)
         rows[:, offset : offset + size] = found.view(torch.uint8)
     return rows
 
@@ -221,7 +223,7 @@ def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full
 def describe_packing(stores: Sequence[ExpertStore]) -> str:
     """What packing came to, for a report: "packed12: 0.75 of the bytes"; empty without any.
 
-    bf16 tensors that stayed plain are named.
+    Matrices that stayed plain are named, and how far what is lost changes them.
     """
     packed = [store for store in stores if isinstance(store, PackedBackingStore)]
     if not packed:
@@ -232,7 +234,8 @@ def describe_packing(stores: Sequence[ExpertStore]) -> str:
         spec.name
         for store in packed
         for spec, packing in zip(store.layout.specs, store.form.packings, strict=True)
-        if packing is None and spec.dtype == torch.bfloat16 and spec.nbytes
+        if packing is None and store.could_pack(spec)
     )
     plain = [f", {name} plain in {count} of {len(packed)} layers" for name, count in stayed.items()]
-    return f"packed12: {share:.2f} of the bytes" + "".join(plain)
+    lost = packed[0].describe_loss(packed)
+    return f"{packed[0].kind}: {share:.2f} of the bytes{lost}" + "".join(plain)

@@ -11,7 +11,8 @@ import torch
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
-from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
+from hotexperts.kernels.gather.packing import Packing
 
 CHUNK_NBYTES = 1 << 28  # of device memory beside the tensors, while they are taken
 
@@ -37,6 +38,19 @@ class RowForm:
         """Every tensor as it is."""
         sizes = tuple(spec.nbytes for spec in layout.specs)
         return cls(layout.offsets, sizes, layout.row_nbytes, (None,) * len(sizes))
+
+    @classmethod
+    def packed(cls, layout: ExpertLayout, packings: Sequence[Packing | None]) -> RowForm:
+        """Each tensor in its packing, or as it is."""
+        sizes = [
+            spec.nbytes if packing is None else 4 * packing.num_words(spec.nbytes // 2)
+            for spec, packing in zip(layout.specs, packings, strict=True)
+        ]
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += -(-size // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        return cls(tuple(offsets), tuple(sizes), end, tuple(packings))
 
     @property
     def nbytes(self) -> int:

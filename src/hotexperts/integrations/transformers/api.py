@@ -11,6 +11,7 @@ from hotexperts.config import (
     DEFAULT_PACKING,
     CacheConfig,
     CacheMode,
+    ExpertDtype,
     ExpertPacking,
     Prefetch,
     StoreKind,
@@ -46,6 +47,7 @@ def load(
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    expert_dtype: ExpertDtype = "none",
     prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
@@ -70,6 +72,10 @@ def load(
         expert_packing: "packed12" keeps bf16 experts in 12 bits a value in host memory, without
             loss, and kernels unpack them as they copy; "none" keeps them as they are; "auto" packs
             where kernels manage the cache on a GPU and some expert has no slot.
+        expert_dtype: "fp8", "int8" or "int4" quantises the experts as they are loaded into host
+            memory, which changes their values (`expert_cache.relative_errors` says how much), and
+            dequantises each as it is copied into its slot, which holds the model's dtype; "none"
+            changes nothing. What a checkpoint has in fp8 or mxfp4 is kept so either way.
         prefetch: "router" copies, in the device mode and while the link would be idle, what the
             next layer's router makes of this layer's input; "off" copies on demand alone.
         cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
@@ -110,6 +116,7 @@ def load(
             check_host_memory,
             expert_packing,
             prefetch,
+            expert_dtype,
         ),
         experts_algorithm,
         kv_tokens,
@@ -132,6 +139,7 @@ def attach(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    expert_dtype: ExpertDtype = "none",
     prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     device: str | torch.device | None = None,
@@ -148,6 +156,7 @@ def attach(
         expert_cache_size: as for `load`.
         policy: as for `load`.
         expert_packing: as for `load`.
+        expert_dtype: as for `load`.
         prefetch: as for `load`.
         cache_mode: as for `load`.
         device: as for `load`.
@@ -178,6 +187,7 @@ def attach(
             check_host_memory,
             expert_packing,
             prefetch,
+            expert_dtype,
         ),
         experts_algorithm,
         kv_tokens,
@@ -192,6 +202,7 @@ def install(
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
     expert_packing: ExpertPacking = DEFAULT_PACKING,
+    expert_dtype: ExpertDtype = "none",
     prefetch: Prefetch = "off",
     cache_mode: CacheMode = "auto",
     experts_algorithm: experts.Algorithm = "auto",
@@ -207,6 +218,7 @@ def install(
         policy: as for `load`.
         expert_store: as for `load`.
         expert_packing: as for `load`.
+        expert_dtype: as for `load`.
         prefetch: as for `load`.
         cache_mode: as for `load`.
         experts_algorithm: as for `load`.
@@ -223,6 +235,7 @@ def install(
                 check_host_memory,
                 expert_packing,
                 prefetch,
+                expert_dtype,
             ),
             experts_algorithm,
             kv_tokens,

@@ -183,11 +183,6 @@ def plan_capacity(
     return capacity_for_budget(int(AUTO_SHARE * free) + placed, other, shapes)
 
 
-def store_nbytes(found: Sequence[ExpertsModule]) -> int:
-    """Host bytes of every expert's row."""
-    return sum(layer.num_experts * layer.layout.row_nbytes for layer in found)
-
-
 def _shapes(found: Sequence[ExpertsModule]) -> list[LayerShape]:
     return [LayerShape(x.num_experts, x.top_k, x.layout.row_nbytes) for x in found]
 

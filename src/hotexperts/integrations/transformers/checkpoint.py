@@ -2,7 +2,7 @@
 
 Per-expert and stacked tensors are read as views of the mapped file. Whatever else a model's
 conversion does (transposing, interleaving, dequantising fp8 or mxfp4) runs through Transformers'
-own converter, one expert at a time.
+own converter, one expert at a time; what rows can hold in fp8 or mxfp4 is read without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from hotexperts.cache import FileStore
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError
+from hotexperts.formats import TensorSpec
 from hotexperts.integrations.transformers import compat
+from hotexperts.integrations.transformers.coded import (
+    CodedExperts,
+    CodedParameter,
+    coded_parameter,
+)
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.integrations.transformers.sources import (
     ModelOfOneExpert,
@@ -108,6 +114,28 @@ class ExpertCheckpoint:
         store.check(0)
         return store
 
+    def coded(self, experts: ExpertsModule) -> CodedExperts | None:
+        """One layer's experts as they are quantised here; None where they are not, or otherwise.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter.
+            UnsupportedModelError: a parameter is stored in a way that mixes experts.
+        """
+        self._model.add(experts)
+        entries = [self._entry(experts, name) for name in experts.layout.names]
+        found: list[Any] = []
+        for spec, entry in zip(experts.layout.specs, entries, strict=True):
+            reader = self._reader(experts, spec.name, entry)
+            found.append(coded_parameter(spec, entry) or partial(_whole, spec, reader))
+        if not any(isinstance(parameter, CodedParameter) for parameter in found):
+            return None
+
+        def release(expert: int) -> None:
+            for entry in entries:
+                entry.release(expert, experts.num_experts)
+
+        return CodedExperts(experts.layout, experts.num_experts, tuple(found), release)
+
     def _entry(self, experts: ExpertsModule, name: str) -> ParameterSources:
         target = f"{experts.name}.{name}"
         if target not in self._sources:
@@ -115,7 +143,7 @@ class ExpertCheckpoint:
                 f"the checkpoint has no tensors for {target}: it is incomplete, or of another model"
             )
         entry = self._sources[target]
-        stacks = entry.converter is not None and _only_stacks(entry.converter)
+        stacks = entry.converter is not None and compat.only_stacks(entry.converter.operations)
         needed = entry.converter.source_patterns if stacks else ()  # others may be optional
         missing = [pattern for pattern in needed if pattern not in entry.by_pattern]
         if missing:
@@ -126,7 +154,7 @@ class ExpertCheckpoint:
         return entry
 
     def _reader(self, experts: ExpertsModule, name: str, entry: ParameterSources) -> Any:
-        if entry.converter is None or _only_stacks(entry.converter):
+        if entry.converter is None or compat.only_stacks(entry.converter.operations):
             order = entry.by_pattern if entry.converter is None else entry.converter.source_patterns
             return partial(_views, [entry.by_pattern[p] for p in order])
         return partial(self._convert, f"{experts.name}.{name}", entry)
@@ -152,14 +180,10 @@ class ExpertCheckpoint:
         return [value[0]]
 
 
-def _only_stacks(converter: Any) -> bool:
-    """Whether the conversion only stacks experts and joins gate and up: views do the same."""
-    found = compat.names()
-    kinds = [(type(op), op.dim) for op in converter.operations if hasattr(op, "dim")]
-    if len(kinds) != len(converter.operations):
-        return False
-    return kinds in ([(found.merge, 0)], [(found.merge, 0), (found.concatenate, 1)])
-
-
 def _views(sources_of_all: list[list[Source]], expert: int) -> list[torch.Tensor]:
     return [view(sources, expert)[0] for sources in sources_of_all]
+
+
+def _whole(spec: TensorSpec, reader: Any, expert: int) -> torch.Tensor:
+    """A plain parameter in the slots' dtype, its pieces joined."""
+    return torch.cat(list(reader(expert))).to(spec.dtype).reshape(spec.shape)

@@ -7,7 +7,7 @@ release fails in one place, at start, with its version in the message.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,6 +46,9 @@ NORMS_BEFORE_EXPERTS = (
     "post_attention_layernorm",
     "norm",
 )
+# Converter operations that dequantise, by the names of their classes.
+FP8_OPERATION = "Fp8Dequantize"
+MXFP4_OPERATION = "Mxfp4Dequantize"
 COMPUTES_IN_FLOAT32 = frozenset({"OpenAIPrivacyFilterExperts"})
 SUMS_IN_FLOAT32 = frozenset({"Inkling2Experts", "Inkling2LoopExperts"}) | COMPUTES_IN_FLOAT32
 
@@ -128,6 +131,15 @@ def _require_parameters(function: Callable[..., Any], expected: list[str]) -> No
     found = list(inspect.signature(function).parameters)
     if found[: len(expected)] != expected:
         raise AttributeError(f"{function.__qualname__} takes {found}, not {expected}")
+
+
+def only_stacks(operations: Sequence[Any]) -> bool:
+    """Whether a conversion only stacks experts and joins gate and up: views do the same."""
+    found = names()
+    kinds = [(type(op), op.dim) for op in operations if hasattr(op, "dim")]
+    if len(kinds) != len(operations):
+        return False
+    return kinds in ([(found.merge, 0)], [(found.merge, 0), (found.concatenate, 1)])
 
 
 def original_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

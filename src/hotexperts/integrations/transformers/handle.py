@@ -8,6 +8,7 @@ from typing import Any
 
 from hotexperts.cache import StreamBanks, warm_start
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
+from hotexperts.cache.quantised import QuantisedStore
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.observe.exporter import LOOPBACK, MetricsServer
 from hotexperts.stats import CacheStats, total
@@ -73,8 +74,30 @@ class ExpertCache:
     @property
     def packing(self) -> str:
         """How bf16 experts are kept: "packed12" where at least one layer packs some, or "none"."""
-        packed = [p.store for p in self.providers if isinstance(p.store, PackedBackingStore)]
-        return "packed12" if any(store.form.is_packed for store in packed) else "none"
+        return "packed12" if "packed12" in self._kinds() else "none"
+
+    @property
+    def expert_dtype(self) -> str:
+        """What host memory keeps instead of the slots' dtype: "fp8", "int8", ...; "none"."""
+        return next((kind for kind in self._kinds() if kind != "packed12"), "none")
+
+    @property
+    def relative_errors(self) -> dict[str, float]:
+        """What quantising changed in each layer, in parts of its weights; root mean squares.
+
+        Empty where the experts are not quantised, or were so in the checkpoint.
+        """
+        stores = [(n, p.store) for n, p in self._by_name().items()]
+        return {
+            name: store.relative_error
+            for name, store in stores
+            if isinstance(store, QuantisedStore) and store.relative_error is not None
+        }
+
+    def _kinds(self) -> list[str]:
+        stores = [provider.store for provider in self.providers]
+        packed = [store for store in stores if isinstance(store, PackedBackingStore)]
+        return [store.kind for store in packed if store.form.is_packed]
 
     @property
     def packing_report(self) -> str:

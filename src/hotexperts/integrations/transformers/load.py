@@ -20,10 +20,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hotexperts.cache import CPUBackingStore, ExpertStore
-from hotexperts.cache.device_mode import choose_mode
-from hotexperts.cache.file_store import PinnedBounce
-from hotexperts.cache.packed_store import PackedBackingStore, packs
 from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
@@ -31,7 +27,6 @@ from hotexperts.integrations.transformers.build import (
     attach_stores,
     check_early,
     plan_capacity,
-    store_nbytes,
 )
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.modules import (
@@ -40,6 +35,12 @@ from hotexperts.integrations.transformers.modules import (
     take_parameters,
 )
 from hotexperts.integrations.transformers.positions import within_positions
+from hotexperts.integrations.transformers.stores import (
+    in_codes,
+    make_stores,
+    ram_nbytes,
+    take_stores,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -131,7 +132,8 @@ def _load(
         )
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
-    in_ram = store_nbytes(found) if options.cache.store == "ram" else 0
+    coded = in_codes(found, checkpoint, options)
+    in_ram = ram_nbytes(found, coded, options)
     check_early(found, options, device, in_ram)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
@@ -149,48 +151,9 @@ def _load(
         ) from error
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, in_ram)
-    stores = make_stores(found, checkpoint, options, device, plan.capacity)
+    stores = make_stores(found, coded, checkpoint, options, device, plan.capacity)
     attach_stores(model, found, stores, plan, options, device, start)
     return result
-
-
-def make_stores(
-    found: Sequence[ExpertsModule],
-    checkpoint: ExpertCheckpoint,
-    options: LoadOptions,
-    device: torch.device,
-    capacity: int,
-) -> list[ExpertStore]:
-    """One store a layer, in memory or in the file, as the options say."""
-    pin = device.type == "cuda"
-    is_packed = _is_packed(found, options, device, capacity)
-    if options.cache.store == "file":
-        bounce = PinnedBounce(max(x.layout.row_nbytes for x in found)) if pin else None
-        return [checkpoint.store(layer, bounce=bounce) for layer in found]
-    num_experts = sum(layer.num_experts for layer in found)
-    done = 0
-    stores: list[ExpertStore] = []
-    for layer in found:
-
-        def report(expert: int, before: int = done) -> None:
-            options.progress(before + expert + 1, num_experts)
-
-        source = checkpoint.store(layer, release_pages=True)
-        if is_packed:
-            packed = PackedBackingStore.from_store(source, device, pin=pin, after_each=report)
-            stores.append(packed)
-        else:
-            stores.append(CPUBackingStore.from_store(source, pin=pin, after_each=report))
-        done += layer.num_experts
-    return stores
-
-
-def _is_packed(
-    found: Sequence[ExpertsModule], options: LoadOptions, device: torch.device, capacity: int
-) -> bool:
-    mode = choose_mode(options.cache, [layer.layout for layer in found], device)
-    is_full = capacity >= max(layer.num_experts for layer in found)
-    return packs(options.cache, mode, device, is_full=is_full)
 
 
 def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
@@ -206,19 +169,11 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
             "load()"
         )
     found = find_experts(model)
-    largest = max(layer.num_experts * layer.layout.row_nbytes for layer in found)
+    largest = max(ram_nbytes([layer], [None], options) for layer in found)
     check_early(found, options, device, largest)
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
-    stores: list[ExpertStore] = []
-    pin, is_packed = device.type == "cuda", _is_packed(found, options, device, plan.capacity)
-    for layer in found:
-        parameters = take_parameters(layer.module)
-        if is_packed:
-            stores.append(PackedBackingStore.from_tensors(parameters, device, pin=pin))
-        else:
-            stores.append(CPUBackingStore.from_tensors(parameters, pin=pin))
-        parameters.clear()
+    stores = take_stores(found, options, device, plan.capacity)
     nn.Module.to(model, device)
     experts.register()
     model.set_experts_implementation(experts.NAME)

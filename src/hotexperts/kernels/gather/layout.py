@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hotexperts.kernels.gather.packed12 import BLOCK_VALUES, Packing
+from hotexperts.kernels.gather.packing import FORM_SIZE, PLAIN, Packing
 
 ALIGNMENT_WORDS = 64  # 256 bytes, as in a row
 WORD_BYTES = 4
@@ -72,20 +72,25 @@ class GatherLayout:
         """
         return {
             "BLOCKS": tuple(
-                block_words if packing is None else BLOCK_VALUES // 2 for packing in self.packings
+                block_words if packing is None else packing.block_words for packing in self.packings
             ),
             "ROW_WORDS": self.row_words,
             "ROW_OFFSETS": self.row_offsets,
             "NUM_WORDS": self.num_words,
-            "ROOMS": tuple(0 if packing is None else packing.room for packing in self.packings),
+            "FORMS": tuple(number for packing in self.packings for number in _form(packing)),
             "NUM_TENSORS": len(self.num_words),
         }
 
     def bases(self, device: torch.device) -> torch.Tensor:
-        """Int32, one a tensor: the base of its packing."""
+        """Int32, one a tensor: what its packing reads at run time."""
         found = [0 if packing is None else packing.base for packing in self.packings]
         return torch.tensor(found, dtype=torch.int32, device=device)
 
     def buffer(self, device: torch.device) -> torch.Tensor:
         """The uninitialised buffer, int32 `[buffer_words]`."""
         return torch.empty(self.buffer_words, dtype=torch.int32, device=device)
+
+
+def _form(packing: Packing | None) -> tuple[int, ...]:
+    form = (PLAIN,) if packing is None else packing.form
+    return form + (0,) * (FORM_SIZE - len(form))

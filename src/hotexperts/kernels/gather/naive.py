@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hotexperts.kernels.gather.layout import GatherLayout
-from hotexperts.kernels.gather.packed12 import unpack
 
 
 def gather(
@@ -34,7 +33,7 @@ def gather(
                 found = source[:num_words]
             else:
                 packed = source[: packing.num_words(2 * num_words)].unsqueeze(0)
-                found = unpack(packed, packing, 2 * num_words).view(torch.int32)[0]
+                found = packing.unpack(packed, 2 * num_words).contiguous().view(torch.int32)[0]
             buffer[begin : begin + num_words] = found
 
 

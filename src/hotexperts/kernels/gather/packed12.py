@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hotexperts.kernels.gather.packing import PACKED12
+
 PLANE_WORDS = 1024
 BLOCK_VALUES = 8 * PLANE_WORDS
 NUM_CODES = 15
@@ -25,8 +27,8 @@ ROOMS = (16, 32, 64, 128)  # words for the exceptions of a block; the last is 1.
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """How a tensor is packed.
+class Packed12:
+    """How a tensor is packed: see `packing.Packing`.
 
     Attributes:
         base: -1 to 240; code c from 1 to 15 is exponent base + c.
@@ -36,9 +38,24 @@ class Packing:
     base: int
     room: int
 
+    block_words = BLOCK_VALUES // 2
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The kind, and the room."""
+        return PACKED12, self.room
+
     def num_words(self, num_values: int) -> int:
         """Int32 words of so many values; the last block is filled up."""
         return -(-num_values // BLOCK_VALUES) * (3 * PLANE_WORDS + self.room)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """See `pack`."""
+        return pack(values, self)
+
+    def unpack(self, words: torch.Tensor, num_values: int) -> torch.Tensor:
+        """See `unpack`."""
+        return unpack(words, self, num_values)
 
 
 def exponents(values: torch.Tensor) -> torch.Tensor:
@@ -58,7 +75,7 @@ def most_exceptions(values: torch.Tensor, base: int) -> int:
     return int((_codes(_in_blocks(values, base), base) == 0).sum(-1).max())
 
 
-def pack(values: torch.Tensor, packing: Packing) -> torch.Tensor:
+def pack(values: torch.Tensor, packing: Packed12) -> torch.Tensor:
     """Pack bf16 `[rows, n]` into int32 `[rows, num_words]`, on the same device.
 
     A block's exceptions must fit its room: see `most_exceptions`.
@@ -74,7 +91,7 @@ def pack(values: torch.Tensor, packing: Packing) -> torch.Tensor:
     return torch.cat(planes, dim=2).flatten(1)
 
 
-def unpack(words: torch.Tensor, packing: Packing, num_values: int) -> torch.Tensor:
+def unpack(words: torch.Tensor, packing: Packed12, num_values: int) -> torch.Tensor:
     """The bf16 values `[rows, num_values]` that int32 `[rows, num_words]` holds."""
     blocks = words.unflatten(1, (-1, 3 * PLANE_WORDS + packing.room))
     planes = blocks[..., : 3 * PLANE_WORDS].unflatten(-1, (3, PLANE_WORDS))

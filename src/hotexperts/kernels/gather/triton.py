@@ -7,22 +7,62 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hotexperts.kernels.gather import packing
 from hotexperts.kernels.gather.unpack import unpack_block
+from hotexperts.kernels.gather.unscale import move_tile, unscale_block
+
+PACKED12: tl.constexpr = tl.constexpr(packing.PACKED12)
+SCALED: tl.constexpr = tl.constexpr(packing.SCALED)
+FORM_SIZE: tl.constexpr = tl.constexpr(packing.FORM_SIZE)
 
 
 @triton.jit
-def copy_block(source, target, base, num_words, i_block, ROOM: tl.constexpr, WORDS: tl.constexpr):
-    """One block of one tensor, `WORDS` words of the target, unpacked where there is a `ROOM`.
+def copy_block(
+    source,
+    target,
+    base,
+    num_words,
+    i_block,
+    FORMS: tl.constexpr,
+    FORM: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """One block of one tensor, `WORDS` words of the target, unpacked as its form says.
 
-    `source` and `target` are int32 pointers; the caller promises 16-byte alignment of both, or
-    the compiler sees none and splits the loads.
+    The form's numbers begin at place `FORM`. `source` and `target` are int32 pointers; the caller
+    promises 16-byte alignment of both, or the compiler sees none and splits the loads.
     """
-    if ROOM == 0:
-        o_word = i_block * WORDS + tl.arange(0, WORDS)
-        m_word = o_word < num_words
-        tl.store(target + o_word, tl.load(source + o_word, mask=m_word, other=0), mask=m_word)
+    if FORMS[FORM] == PACKED12:
+        unpack_block(source, target, base, num_words, i_block, FORMS[FORM + 1])
+    elif FORMS[FORM] == SCALED:
+        unscale_block(source, target, i_block, FORMS, FORM)
     else:
-        unpack_block(source, target, base, num_words, i_block, ROOM)
+        move_words(source, target, num_words, i_block, WORDS)
+
+
+@triton.jit
+def move_block(
+    source,
+    target,
+    num_words,
+    i_block,
+    FORMS: tl.constexpr,
+    FORM: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The words that `copy_block` writes, from where they lie as in a slot already."""
+    if FORMS[FORM] == SCALED:
+        move_tile(source, target, i_block, FORMS, FORM)
+    else:
+        move_words(source, target, num_words, i_block, WORDS)
+
+
+@triton.jit
+def move_words(source, target, num_words, i_block, WORDS: tl.constexpr):
+    """A block of consecutive words."""
+    o_word = i_block * WORDS + tl.arange(0, WORDS)
+    m_word = o_word < num_words
+    tl.store(target + o_word, tl.load(source + o_word, mask=m_word, other=0), mask=m_word)
 
 
 @triton.jit
@@ -58,7 +98,7 @@ def copy_row(
     SLOT_OFFSETS: tl.constexpr,
     STAGING_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    ROOMS: tl.constexpr,
+    FORMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
 ):
@@ -79,7 +119,15 @@ def copy_row(
         num_done -= num_mine
         from_host = i_program + num_staged * num_programs
         for i_block in range(i_program, from_host, num_programs):
-            copy_block(staged, target, 0, num_words, i_block, 0, BLOCKS[i_tensor])
+            move_block(
+                staged,
+                target,
+                num_words,
+                i_block,
+                FORMS,
+                i_tensor * FORM_SIZE,
+                BLOCKS[i_tensor],
+            )
         base = tl.load(bases + i_tensor)
         for i_block in range(from_host, num_blocks, num_programs):
             copy_block(
@@ -88,7 +136,8 @@ def copy_row(
                 base,
                 num_words,
                 i_block,
-                ROOMS[i_tensor],
+                FORMS,
+                i_tensor * FORM_SIZE,
                 BLOCKS[i_tensor],
             )
 
@@ -116,7 +165,7 @@ def fill_bank_kernel(
     ROW_OFFSETS: tl.constexpr,
     BANK_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    ROOMS: tl.constexpr,
+    FORMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -162,7 +211,7 @@ def fill_bank_kernel(
                 BANK_OFFSETS,
                 BANK_OFFSETS,
                 NUM_WORDS,
-                ROOMS,
+                FORMS,
                 BLOCKS,
                 NUM_TENSORS,
             )

@@ -72,7 +72,7 @@ def plan_gather_kernel(
     ROW_OFFSETS: tl.constexpr,
     SLOT_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    ROOMS: tl.constexpr,
+    FORMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     STAGING_OFFSETS: tl.constexpr,
@@ -263,7 +263,7 @@ def plan_gather_kernel(
             SLOT_OFFSETS,
             STAGING_OFFSETS,
             NUM_WORDS,
-            ROOMS,
+            FORMS,
             BLOCKS,
             NUM_TENSORS,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hotexperts.kernels.gather.triton import copy_block
+from hotexperts.kernels.gather.triton import FORM_SIZE, copy_block
 
 
 @triton.jit(do_not_specialize=["first_key"])
@@ -27,7 +27,7 @@ def prefetch_kernel(
     ROW_OFFSETS: tl.constexpr,
     STAGING_OFFSETS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    ROOMS: tl.constexpr,
+    FORMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
 ):
@@ -60,7 +60,8 @@ def prefetch_kernel(
                         base,
                         num_words,
                         i_block,
-                        ROOMS[i_tensor],
+                        FORMS,
+                        i_tensor * FORM_SIZE,
                         BLOCKS[i_tensor],
                     )
                     num_done += 1
