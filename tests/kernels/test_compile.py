@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 PROGRAM = Path(__file__).with_name("compiling.py")
 
 
-def compiled(name: str, policy: str, *, packs: bool, capability: int) -> dict[str, int]:
+def compiled(name: str, policy: str, packing: str, capability: int) -> dict[str, int]:
     """Loads and stores of a kernel by their kind."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    case = json.dumps([name, policy, packs, capability])
+    case = json.dumps([name, policy, packing, capability])
     command = [sys.executable, str(PROGRAM), case]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -31,26 +31,56 @@ def compiled(name: str, policy: str, *, packs: bool, capability: int) -> dict[st
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
-@pytest.mark.parametrize("packs", [False, True])
-def test_banks_are_filled_sixteen_bytes_at_a_time(packs: bool, capability: int) -> None:
+@pytest.mark.parametrize("packing", ["plain", "packed12"])
+def test_banks_are_filled_sixteen_bytes_at_a_time(packing: str, capability: int) -> None:
     """A block of a plain tensor is four loads and stores a thread, of a packed one three and four;
     then come its exceptions."""
-    counts = compiled("fill", "lru", packs=packs, capability=capability)
+    counts = compiled("fill", "lru", packing, capability)
     loads, stores = counts["ld.global.v4.b32"], counts["st.global.v4.b32"]
-    plain = 4096 // 256 // 4
+    plain, packs = 4096 // 256 // 4, packing == "packed12"
     assert (loads, stores) == ((3 + plain, 4 + plain) if packs else (2 * plain, 2 * plain))
     assert counts.get("st.global.b16", 0) == (1 if packs else 0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "adv"])
-def test_plans_copy_sixteen_bytes_at_a_time(policy: str) -> None:
-    counts = compiled("plan", policy, packs=True, capability=90)
+@pytest.mark.parametrize(
+    ("packing", "num_stores", "scale_loads"),
+    [
+        ("int8", 2, {"ld.global.b16": 2}),
+        ("fp8", 2, {"ld.global.b32": 2}),
+        ("int4", 4, {"ld.global.b16": 4}),
+        ("mxfp4", 4, {"ld.global.v2.b32": 2}),  # a column has its own, which a group's rows share
+    ],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_codes_are_one_load_and_scales_few(
+    packing: str, num_stores: int, scale_loads: dict[str, int], capability: int
+) -> None:
+    """A tile is sixteen bytes of codes a thread, which make two or four times as many."""
+    counts = compiled("fill", "lru", packing, capability)
+    plain = compiled("fill", "lru", "plain", capability)
+    block = 4096 // 256 // 4
+    assert counts["ld.global.v4.b32"] == plain["ld.global.v4.b32"] - block + 1
+    assert counts["st.global.v4.b32"] == plain["st.global.v4.b32"] - block + num_stores
+    for kind, number in scale_loads.items():
+        assert counts[kind] - plain.get(kind, 0) == number
+
+
+@pytest.mark.parametrize(("policy", "packing"), [("lru", "packed12"), ("adv", "packed12")])
+def test_plans_copy_sixteen_bytes_at_a_time(policy: str, packing: str) -> None:
+    counts = compiled("plan", policy, packing, 90)
     assert counts["ld.global.v4.b32"] >= 3 + 4
     assert counts["st.global.v4.b32"] >= 4 + 4
 
 
+def test_a_plan_takes_tiles_that_came_ahead() -> None:
+    """The code is there for both: from the host and from the rows ahead."""
+    counts = compiled("plan", "lru", "int4", 90)
+    assert counts["ld.global.v4.b32"] >= 1 + 4 + 2 * 4
+    assert counts["st.global.v4.b32"] >= 2 * (4 + 4)
+
+
 def test_a_prefetch_looks_for_the_end_at_every_block() -> None:
     """And copies as the others do."""
-    counts = compiled("prefetch", "lru", packs=True, capability=90)
+    counts = compiled("prefetch", "lru", "packed12", 90)
     assert (counts["ld.global.v4.b32"], counts["st.global.v4.b32"]) == (3 + 4, 4 + 4)
     assert counts["ld.volatile.global.b32"] == 3  # at the start, and after a block of each tensor

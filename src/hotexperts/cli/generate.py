@@ -170,6 +170,8 @@ class Session:
                 "store": cache.store,
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
+                "expert_dtype": cache.expert_dtype,
+                "relative_errors": cache.relative_errors,
                 "mode": cache.mode,
                 "mode_reason": cache.mode_reason,
                 "reason": cache.reason,

@@ -14,9 +14,11 @@ from hotexperts.config import (
     AUTO,
     CACHE_MODES,
     DEFAULT_PACKING,
+    EXPERT_DTYPES,
     PACKINGS,
     CacheConfig,
     CacheMode,
+    ExpertDtype,
     ExpertPacking,
 )
 from hotexperts.errors import CheckpointError, ConfigError
@@ -118,6 +120,15 @@ ExpertPackingName = Annotated[
         metavar="|".join(PACKINGS),
     ),
 ]
+ExpertDtypeName = Annotated[
+    str,
+    typer.Option(
+        "--expert-dtype",
+        help="Quantise experts as they are loaded into host memory, which changes them a little; "
+        "slots hold the model's dtype.",
+        metavar="|".join(EXPERT_DTYPES),
+    ),
+]
 CacheModeName = Annotated[
     str,
     typer.Option(
@@ -217,16 +228,18 @@ def load_options(
     no_host_memory_check: bool,
     policy: str = DEFAULT_POLICY,
     packing: str = DEFAULT_PACKING,
+    expert_dtype: str = "none",
 ) -> dict[str, Any]:
     """What `load` takes of the options that commands share, checked without torch.
 
     Raises:
         UnknownNameError: the policy is none.
-        ConfigError: a mode or a packing that is none, or that does not go with the others.
+        ConfigError: a mode, a packing or a dtype that is none, or that does not go with the others.
     """
     POLICIES.load(policy)
     given = cast(CacheMode, mode), cast(ExpertPacking, packing)
-    CacheConfig(store=store.value, mode=given[0], packing=given[1])
+    of_experts = cast(ExpertDtype, expert_dtype)
+    CacheConfig(store=store.value, mode=given[0], packing=given[1], expert_dtype=of_experts)
     return {
         "device": device,
         "dtype": dtype.value,
@@ -234,6 +247,7 @@ def load_options(
         "expert_store": store.value,
         "cache_mode": mode,
         "expert_packing": packing,
+        "expert_dtype": expert_dtype,
         "check_host_memory": not no_host_memory_check,
     }
 

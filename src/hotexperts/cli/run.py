@@ -44,6 +44,7 @@ def run(
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
+    expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,
@@ -86,6 +87,7 @@ def run(
             policy=policy,
             store=expert_store,
             packing=expert_packing,
+            expert_dtype=expert_dtype,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,
         )

@@ -87,6 +87,7 @@ def serve(
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
+    expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
     max_requests: Annotated[
         int,
@@ -116,6 +117,7 @@ def serve(
             policy=policy,
             store=expert_store,
             packing=expert_packing,
+            expert_dtype=expert_dtype,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,
         )
@@ -129,6 +131,7 @@ def serve(
         passed: list[str] = ctx.meta.get(_PASSED, [])
         if found is Engine.VLLM:
             _check_vllm(ctx)
+            _check_expert_dtype(expert_dtype)
             flags: vllm.Flags = {
                 "--host": host,
                 "--port": str(port),
@@ -162,6 +165,14 @@ def serve(
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
             **load_options,
+        )
+
+
+def _check_expert_dtype(expert_dtype: str) -> None:
+    if expert_dtype != "none":
+        raise ConfigError(
+            f"--expert-dtype {expert_dtype} is of the engine 'transformers': leave it out, give "
+            "--engine transformers, or serve a checkpoint that is quantised"
         )
 
 

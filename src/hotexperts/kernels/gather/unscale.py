@@ -38,6 +38,7 @@ def unscale_block(source, target, i_tile, FORMS: tl.constexpr, FORM: tl.constexp
     PARTS: tl.constexpr = 2 if KIND <= E4M3 else 4
     PART_ROWS: tl.constexpr = FORMS[FORM + TILE_ROWS] // PARTS
     HALF: tl.constexpr = FORMS[FORM + TILE_COLUMNS] // 2
+    PARTS_ALIKE: tl.constexpr = max(1, min(PARTS, ROWS // PART_ROWS))
     SECOND: tl.constexpr = 16 // PARTS  # bits from a word's first code to its second
     o_row, o_word = tl.arange(0, PART_ROWS), tl.arange(0, HALF)
     block = source + i_tile * FORMS[FORM + TILE_WORDS]
@@ -47,10 +48,11 @@ def unscale_block(source, target, i_tile, FORMS: tl.constexpr, FORM: tl.constexp
         if WIDTH >= 2 * HALF:  # a row has one
             first = _scale(scales, (j * PART_ROWS + o_row) // ROWS, BITS)[:, None]
             second = first
-        else:  # the part's rows have the same
+        elif j % PARTS_ALIKE == 0:  # the rows of a few parts have the same
             at = (j * PART_ROWS // ROWS) * (2 * HALF // WIDTH)
-            first = _scale(scales, at + 2 * o_word // WIDTH, BITS)[None, :]
-            second = _scale(scales, at + (2 * o_word + 1) // WIDTH, BITS)[None, :]
+            of_row = _scale(scales, at + tl.arange(0, 2 * HALF) // WIDTH, BITS)
+            even, odd = tl.split(tl.reshape(of_row, (HALF, 2)))
+            first, second = even[None, :], odd[None, :]
         both = codes >> (32 // PARTS * j)
         low = _value(both, first, KIND, TO_BF16)
         high = _value(both >> SECOND, second, KIND, TO_BF16)
