@@ -85,6 +85,9 @@ MESSAGES = {
     "with expert_store 'file'": "leave one of the two out",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
     "with cache_mode 'host'": "leave one of the two out",
+    "expert_dtype <expert_dtype> and expert_packing 'packed12' are two forms of the same experts": (
+        "leave one of the two out"
+    ),
     "tensor name <name> is not a public identifier": "name it as Python names attributes",
     "tensor <name> has no expert dimension: a value shared by all experts stays with the model, it "
     "is not part of a row": "leave it out of the experts' tensors",

@@ -57,10 +57,27 @@ def test_greedy_output_is_the_resident_model_s(
         "store": store,
         "packing": "none",
         "packing_report": "",
+        "expert_dtype": "none",
+        "relative_errors": {},
         "mode": "host",
         "mode_reason": f"host: {why}",
         "reason": f"{size} slots a layer as asked",
     }
+
+
+def test_quantised_experts_are_reported_with_their_error(saved_model: Path, cli: Cli) -> None:
+    options = ("--expert-cache-size", 3, "--dtype", "bfloat16", "--expert-dtype", "int8", *CPU)
+    command = ("run", saved_model, "--prompt", PROMPT, "--max-new-tokens", 3, *options)
+    cache = cli(*command, "--json").json["cache"]
+    assert cache["expert_dtype"] == "int8"
+    errors = cache["relative_errors"].values()
+    assert len(errors) == cache["num_layers"]
+    assert all(0.003 < error < 0.01 for error in errors)
+    least, most = min(errors), max(errors)
+    said = f"lossy: relative error {least:.2g} to {most:.2g} a layer"
+    assert said in cache["packing_report"]
+    text = " ".join(cli(*command).out.split())
+    assert said in text
 
 
 @pytest.mark.interpret

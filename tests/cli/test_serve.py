@@ -476,6 +476,7 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("m", "--device", "cuda:1"), "--device cannot be had with vLLM: leave it out, or take"),
+        (("m", "--expert-dtype", "int8"), "--expert-dtype cannot be had with vLLM: leave it out"),
         (("m", "--max-body", "1MiB", "--cache-mode", "host"), "--cache-mode, --max-body cannot"),
         (
             ("m", "--max-requests", 16, "--expert-store", "file"),

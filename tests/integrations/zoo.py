@@ -320,7 +320,7 @@ def build_fp8_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     a 16 x 16 block). Without a GPU, `from_pretrained` dequantizes it to bfloat16.
     """
     save_checkpoint("qwen3_moe", folder, seed=seed)
-    _rewrite_shards(folder, _quantize_fp8)
+    rewrite_shards(folder, _quantize_fp8)
     _set_quantization(
         folder,
         {
@@ -343,7 +343,7 @@ def build_mxfp4_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     model = _build("gpt_oss", config, seed, torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="50KB")
     generator = torch.Generator().manual_seed(seed)
-    _rewrite_shards(folder, lambda name, tensor: _mxfp4_like(name, tensor, generator))
+    rewrite_shards(folder, lambda name, tensor: _mxfp4_like(name, tensor, generator))
     _set_quantization(
         folder,
         {
@@ -410,7 +410,7 @@ def _randomize(model: nn.Module, generator: torch.Generator) -> None:
             table.copy_(draws.argsort(dim=-1)[:, : table.shape[1]])
 
 
-def _rewrite_shards(folder: Path, convert: Callable[[str, torch.Tensor], Tensors]) -> None:
+def rewrite_shards(folder: Path, convert: Callable[[str, torch.Tensor], Tensors]) -> None:
     """Replaces each tensor of a sharded checkpoint by what `convert(name, tensor)` returns."""
     index_file = folder / "model.safetensors.index.json"
     index = json.loads(index_file.read_text())

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hotexperts.cache.packed_store import PackedBackingStore
+from hotexperts.cache.packed_store import PackedBackingStore, lay_out_packed
+from hotexperts.cache.store import RowForm
+from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather.ahead import KEYS, AheadCounter, AheadRows
 from hotexperts.kernels.gather.layout import GatherLayout
+from hotexperts.kernels.gather.scaled import INT4, Scaled
 from hotexperts.kernels.plan import PlanLayout
 from hotexperts.kernels.prefetch import naive
 
@@ -19,23 +22,40 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.interpret
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 NUM_EXPERTS, CAPACITY, NUM_ROWS, NUM_PROGRAMS, KEY = 12, 5, 2, 3, 4096
+TILES = Scaled(INT4, 32, 192, 32, 1, 16, torch.bfloat16)  # tiles of 64 columns
 HOW: dict[str, Any] = {"num_warps": 4, "block_words": 64}
 
 
 class Layer:
-    """One layer's rows, plan and prefetch; tensors of 9,000 and 40 values, the first packed."""
+    """One layer's rows, plan and prefetch; the first of two tensors packed, as packed12 or tiles.
 
-    def __init__(self, *, packs: bool) -> None:
+    Tiles are three in a row of the matrix, so that none of them lies in one stretch of a slot.
+    """
+
+    def __init__(self, *, packs: bool | Scaled) -> None:
         from hotexperts.kernels.plan.launch import PlanGather
         from hotexperts.kernels.prefetch.launch import Prefetch
 
         generator = torch.Generator().manual_seed(3)
-        wide = torch.randn(NUM_EXPERTS, 25_000, generator=generator).bfloat16()
+        self.packs, num_wide = packs, 25_000
+        if isinstance(packs, Scaled):
+            num_wide = packs.rows * packs.columns
+        wide = torch.randn(NUM_EXPERTS, num_wide, generator=generator).bfloat16()
         narrow = torch.randn(NUM_EXPERTS, 40, generator=generator).bfloat16()
         tensors = {"wide": wide, "narrow": narrow}
         store = PackedBackingStore.from_tensors(tensors, torch.device("cpu"), pin=DEVICE == "cuda")
-        form, sizes = store.form, (2 * 25_000, 2 * 40)
-        assert (form.packings[0] is not None, form.packings[1]) == (True, None)
+        form, sizes = store.form, (2 * num_wide, 2 * 40)
+        if isinstance(packs, Scaled):
+            layout = ExpertLayout.of(tensors)[0]
+            store = PackedBackingStore(
+                layout,
+                NUM_EXPERTS,
+                RowForm.packed(layout, (packs, None)),
+                pin=DEVICE == "cuda",
+            )
+            form = store.form
+            store.rows.copy_(lay_out_packed(form, list(tensors.values())))
+            wide = packs.unpack(packs.pack(wide), num_wide)
         if packs:
             self.rows = store.rows.view(torch.int32)
             place = form.offsets, sizes, form.row_nbytes
@@ -76,8 +96,8 @@ class Layer:
         return self.plan.ahead_counters.tolist()
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_kernel_and_twin_agree(packs: bool) -> None:
+@pytest.mark.parametrize("packs", [False, True, TILES])
+def test_kernel_and_twin_agree(packs: bool | Scaled) -> None:
     layer, draw = Layer(packs=packs), random.Random(5)
     twin = AheadRows.of(layer.rows_ahead, NUM_ROWS, NUM_PROGRAMS, torch.device("cpu"))
     layer.ahead.buffer.fill_(-1)
@@ -97,8 +117,8 @@ def test_kernel_and_twin_agree(packs: bool) -> None:
         assert layer.counts()[AheadCounter.ISSUED] == issued
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_a_plan_takes_what_is_there_and_copies_the_rest(packs: bool) -> None:
+@pytest.mark.parametrize("packs", [False, True, TILES])
+def test_a_plan_takes_what_is_there_and_copies_the_rest(packs: bool | Scaled) -> None:
     """Each program stopped somewhere; what it did not copy is poison."""
     layer, draw = Layer(packs=packs), random.Random(7)
     num_blocks = sum(
@@ -123,6 +143,19 @@ def test_a_plan_takes_what_is_there_and_copies_the_rest(packs: bool) -> None:
         assert layer.ahead.words[: KEYS + NUM_ROWS].tolist() == [0, -1, -1]
 
 
+def words_of_block(layer: Layer, size: int, block: int, i_block: int) -> torch.Tensor:
+    """Where one block of a tensor of so many words lies in a slot."""
+    words = torch.arange(size)
+    tiles = layer.packs
+    if not isinstance(tiles, Scaled) or size != tiles.rows * tiles.columns // 2:
+        return words[i_block * block : (i_block + 1) * block]
+    rows, columns = tiles.tile
+    down, across = divmod(i_block, tiles.columns // columns)
+    matrix = words.view(tiles.rows, tiles.columns // 2)
+    tile = matrix[down * rows : (down + 1) * rows]
+    return tile[:, across * columns // 2 : (across + 1) * columns // 2].flatten()
+
+
 def stop_at(layer: Layer, num_done: list[int]) -> None:
     """As if each program had been stopped after so many blocks."""
     blocks = layer.slots.constants(64)["BLOCKS"]
@@ -133,8 +166,8 @@ def stop_at(layer: Layer, num_done: list[int]) -> None:
             for begin, size, block in zip(at, layer.slots.num_words, blocks, strict=True):
                 for i_block in range(program, -(-size // block), NUM_PROGRAMS):
                     if position >= limit:
-                        first = begin + row * size + i_block * block
-                        buffer[first : begin + row * size + min(size, (i_block + 1) * block)] = -7
+                        of_row = buffer[begin + row * size :][:size]
+                        of_row[words_of_block(layer, size, block, i_block)] = -7
                     position += 1
         layer.ahead.words[KEYS + NUM_ROWS + program] = limit
 

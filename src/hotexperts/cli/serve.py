@@ -25,6 +25,7 @@ _PASSED = "vllm arguments"  # in the context's meta
 _NOT_VLLMS: dict[str, Any] = {  # and what vLLM does anyway
     "device": None,
     "expert_store": options.Store.RAM,
+    "expert_dtype": "none",
     "cache_mode": AUTO,
     "max_requests": None,
     "max_body": None,
@@ -131,7 +132,6 @@ def serve(
         passed: list[str] = ctx.meta.get(_PASSED, [])
         if found is Engine.VLLM:
             _check_vllm(ctx)
-            _check_expert_dtype(expert_dtype)
             flags: vllm.Flags = {
                 "--host": host,
                 "--port": str(port),
@@ -165,14 +165,6 @@ def serve(
             trust_remote_code=trust_remote_code,
             expert_cache_size=size,
             **load_options,
-        )
-
-
-def _check_expert_dtype(expert_dtype: str) -> None:
-    if expert_dtype != "none":
-        raise ConfigError(
-            f"--expert-dtype {expert_dtype} is of the engine 'transformers': leave it out, give "
-            "--engine transformers, or serve a checkpoint that is quantised"
         )
 
 
