@@ -108,8 +108,8 @@ MESSAGES = {
     "state_dict does not work with an expert cache: experts are read from the checkpoint's files": (
         "write the weights as a checkpoint, and load that"
     ),
-    "quantization_config does not work with an expert cache: quantised experts do not fit its "
-    "slots; a checkpoint's own fp8 and mxfp4 are dequantised without being asked": (
+    "quantization_config does not work with an expert cache: give expert_dtype to quantise "
+    "experts; a checkpoint's own fp8 and mxfp4 are read without being asked": (
         "leave it out, or serve the quantised model [with vLLM](vllm.md)"
     ),
     "device <device>: this torch sees <device_count> CUDA devices": "give a lower number",

@@ -286,7 +286,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[HotExpertsError], str]] = {
     "config": ({"config": object()}, UnsupportedOperationError, "config does not work"),
     "gguf": ({"gguf_file": "x.gguf"}, UnsupportedOperationError, "only safetensors"),
     "experts": ({"experts_implementation": "eager"}, UnsupportedOperationError, "_algorithm"),
-    "quantise": ({"quantization_config": {"a": 1}}, UnsupportedOperationError, "do not fit its"),
+    "quantise": (
+        {"quantization_config": {"a": 1}},
+        UnsupportedOperationError,
+        "give expert_dtype to quantise",
+    ),
     "dtype_none": ({"dtype": None}, ConfigError, "dtype None does not work: use 'auto'"),
     "dtype_dict": ({"dtype": {"": "float16"}}, ConfigError, "does not work: use 'auto'"),
     "dtype_int8": ({"dtype": "int8"}, ConfigError, "dtype 'int8' does not work"),

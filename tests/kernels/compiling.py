@@ -15,12 +15,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from hotexperts.kernels.gather import scaled
+from hotexperts.kernels.gather import codes
 from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.gather.packed12 import Packed12
-from hotexperts.kernels.gather.scaled import Scaled
+from hotexperts.kernels.gather.scaled import Scaled, by_row
 from hotexperts.kernels.gather.triton import fill_bank_kernel
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.plan.layout import PlanLayout
@@ -53,10 +53,10 @@ def compiled(kernel, constants, capability):
 PACKINGS = {
     "plain": None,
     "packed12": Packed12(108, 16),
-    "int4": scaled.by_row(scaled.INT4, (128, 128), 32, 16, torch.bfloat16),
-    "int8": scaled.by_row(scaled.INT8, (128, 128), 128, 16, torch.bfloat16),
-    "fp8": Scaled(scaled.E4M3, 128, 128, 128, 128, 32, torch.bfloat16),
-    "mxfp4": Scaled(scaled.E2M1, 128, 128, 32, 1, 8, torch.bfloat16),
+    "int4": by_row(codes.INT4, (128, 128), 32, 16, torch.bfloat16),
+    "int8": by_row(codes.INT8, (128, 128), 128, 16, torch.bfloat16),
+    "fp8": Scaled(codes.E4M3, 128, 128, 128, 128, 32, torch.bfloat16),
+    "mxfp4": Scaled(codes.E2M1, 128, 128, 32, 1, 8, torch.bfloat16),
 }
 name, policy, packing, capability = json.loads(sys.argv[1])
 rows, num_rows = torch.zeros(8, 64, dtype=torch.int32), 4

@@ -13,8 +13,9 @@ from hotexperts.cache.packed_store import PackedBackingStore, lay_out_packed
 from hotexperts.cache.store import RowForm
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather.ahead import KEYS, AheadCounter, AheadRows
+from hotexperts.kernels.gather.codes import INT4
 from hotexperts.kernels.gather.layout import GatherLayout
-from hotexperts.kernels.gather.scaled import INT4, Scaled
+from hotexperts.kernels.gather.scaled import Scaled
 from hotexperts.kernels.plan import PlanLayout
 from hotexperts.kernels.prefetch import naive
 

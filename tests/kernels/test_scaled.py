@@ -16,7 +16,8 @@ from hotexperts.cache.store import RowForm
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.kernels.gather import scaled
-from hotexperts.kernels.gather.scaled import E2M1, E4M3, INT4, INT8, Scaled
+from hotexperts.kernels.gather.codes import CODE_NAMES, E2M1, E4M3, INT4, INT8, exponents
+from hotexperts.kernels.gather.scaled import Scaled
 
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 CPU = torch.device("cpu")
@@ -51,8 +52,8 @@ def random_coded(packing: Scaled, num_experts: int, seed: int = 0) -> tuple[Any,
     if packing.code == E4M3:
         codes[(codes & 0x7F) == 0x7F] = 0
     grid = packing.rows // packing.group_rows, packing.columns // packing.group_columns
-    exponents = torch.randint(110, 124, (num_experts, *grid), generator=generator)
-    scales = 2.0 ** (exponents - 127.0)
+    biased = torch.randint(110, 124, (num_experts, *grid), generator=generator)
+    scales = 2.0 ** (biased - 127.0)
     if packing.scale_bits > 8:
         scales = scales * (1 + torch.rand(scales.shape, generator=generator))
     return codes, scales.bfloat16().float() if packing.scale_bits == 16 else scales
@@ -68,7 +69,7 @@ def cases() -> list[Scaled]:
 
 
 def case_id(packing: Scaled) -> str:
-    name = scaled.CODE_NAMES[packing.code]
+    name = CODE_NAMES[packing.code]
     return f"{name}-{packing.group_rows}x{packing.group_columns}-{packing.scale_bits}"
 
 
@@ -90,7 +91,7 @@ def test_values_are_code_times_scale(packing: Scaled) -> None:
 
 def test_every_exponent_is_kept_and_the_sign_of_zero() -> None:
     stored = torch.arange(255).to(torch.uint8)
-    assert torch.equal(scaled.exponents(stored).double(), 2.0 ** (stored.double() - 127))
+    assert torch.equal(exponents(stored).double(), 2.0 ** (stored.double() - 127))
     packing = Scaled(E2M1, 64, 64, 32, 1, 8, torch.bfloat16)
     codes = torch.full((1, 64, 64), 8, dtype=torch.uint8)
     found = packing.unpack(packing.encode(codes, torch.ones(1, 2, 64)), 64 * 64)

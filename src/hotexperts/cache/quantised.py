@@ -19,12 +19,12 @@ from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import ExpertDtype
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.formats import ExpertLayout, TensorSpec
-from hotexperts.kernels.gather import scaled
+from hotexperts.kernels.gather import codes
 from hotexperts.kernels.gather.packing import Packing
-from hotexperts.kernels.gather.scaled import Scaled
+from hotexperts.kernels.gather.scaled import Scaled, by_row
 
 # Code, values of a row that share a scale. All scales are bf16: their range is the weights'.
-_KINDS = {"fp8": (scaled.E4M3, 128), "int8": (scaled.INT8, 128), "int4": (scaled.INT4, 32)}
+_KINDS = {"fp8": (codes.E4M3, 128), "int8": (codes.INT8, 128), "int4": (codes.INT4, 32)}
 _SCALE_BITS = 16
 SLOT_DTYPES = (torch.bfloat16, torch.float16)
 Packings: TypeAlias = tuple[Packing | None, ...]
@@ -68,7 +68,7 @@ def quantised_packings(layout: ExpertLayout, expert_dtype: ExpertDtype) -> Packi
     for spec in layout.specs:
         packing = None
         if is_matrix(spec):
-            packing = scaled.by_row(code, spec.shape, group, _SCALE_BITS, spec.dtype)
+            packing = by_row(code, spec.shape, group, _SCALE_BITS, spec.dtype)
         found.append(packing if packing is not None and pays(packing, spec) else None)
     if not any(found):
         shapes = [list(spec.shape) for spec in layout.specs]

@@ -17,8 +17,8 @@ from hotexperts.cache.quantised import SLOT_DTYPES, Coded, Packings, pays
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.integrations.transformers import compat
 from hotexperts.integrations.transformers.sources import ParameterSources, Source, view
-from hotexperts.kernels.gather import scaled
-from hotexperts.kernels.gather.scaled import E2M1, E4M3, Scaled
+from hotexperts.kernels.gather.codes import CODE_NAMES, E2M1, E4M3, exponents
+from hotexperts.kernels.gather.scaled import Scaled, power_of_two_in
 
 MXFP4_GROUP = 32
 _SCALE_BITS = {torch.bfloat16: 16, torch.uint8: 8, torch.float8_e8m0fnu: 8}
@@ -58,7 +58,7 @@ class CodedExperts:
     def kind(self) -> str:
         """Of the codes."""
         codes = {p.packing.code for p in self.parameters if isinstance(p, CodedParameter)}
-        return " and ".join(scaled.CODE_NAMES[code] for code in sorted(codes))
+        return " and ".join(CODE_NAMES[code] for code in sorted(codes))
 
     @property
     def packings(self) -> Packings:
@@ -91,19 +91,19 @@ def coded_parameter(spec: TensorSpec, entry: ParameterSources) -> CodedParameter
 def _mxfp4(spec: TensorSpec, entry: ParameterSources) -> CodedParameter | None:
     """`[E, out, groups, 16]` bytes and `[E, out, groups]` exponents; the slot has it turned."""
     blocks = entry.by_pattern.get(f"{spec.name}_blocks")
-    exponents = entry.by_pattern.get(f"{spec.name}_scales")
-    if blocks is None or exponents is None:
+    stored = entry.by_pattern.get(f"{spec.name}_scales")
+    if blocks is None or stored is None:
         return None
     rows, columns = spec.shape
     groups = rows // MXFP4_GROUP
     if _shape(blocks)[1:] != (columns, groups, MXFP4_GROUP // 2) or rows % MXFP4_GROUP:
         return None
-    if _shape(exponents)[1:] != (columns, groups):
+    if _shape(stored)[1:] != (columns, groups):
         return None
 
     def read(expert: int) -> Coded:
         codes = _halves(view(blocks, expert)[0].flatten(1)).T
-        scales = scaled.exponents(view(exponents, expert)[0]).T
+        scales = exponents(view(stored, expert)[0]).T
         return codes.unsqueeze(0), scales.unsqueeze(0)
 
     return CodedParameter(Scaled(E2M1, rows, columns, MXFP4_GROUP, 1, 8, spec.dtype), read)
@@ -129,7 +129,7 @@ class _Piece:
         codes = view(self.weight, expert)[0].view(torch.uint8)
         scales = view(self.scale, expert)[0].reshape(self.grid)
         is_exponent = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
-        numbers = scaled.exponents(scales.view(torch.uint8)) if is_exponent else scales.float()
+        numbers = exponents(scales.view(torch.uint8)) if is_exponent else scales.float()
         for dim in range(2):
             numbers = numbers.repeat_interleave(self.block[dim] // group[dim], dim)
         return _halves(codes) if self.code == E2M1 else codes, numbers
@@ -151,7 +151,7 @@ def _fp8(spec: TensorSpec, entry: ParameterSources) -> CodedParameter | None:
     if (rows, columns) != spec.shape or any(piece.shape[1] != columns for piece in sound):
         return None
     shared = [math.gcd(*(piece.block[dim] for piece in sound)) for dim in range(2)]
-    group = scaled.power_of_two_in(shared[0]), scaled.power_of_two_in(shared[1])
+    group = power_of_two_in(shared[0]), power_of_two_in(shared[1])
     bits = max(_SCALE_BITS.get(_dtype(piece.scale), 32) for piece in sound)
 
     def read(expert: int) -> Coded:

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 
 import torch
 
+from hotexperts.kernels.gather.codes import (
+    E4M3,
+    INT4,
+    INT8,
+    bits_of_scales,
+    codes_of_words,
+    numbers,
+    scales_of_bits,
+    words_of_codes,
+)
 from hotexperts.kernels.gather.packing import SCALED
 
-INT8, E4M3, INT4, E2M1 = 0, 1, 2, 3  # codes, as kernels know them: 8 bits first
-CODE_NAMES = ("int8", "fp8", "int4", "mxfp4")
 MOST_CODE_WORDS = 1024  # of a tile: sixteen bytes for each of 256 threads
 MOST_COLUMNS = 128  # of a tile
-HALF_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)  # of e2m1, twice as large as they are
 E4M3_MAX = 448.0
 
 
@@ -143,11 +150,11 @@ class Scaled:
             scales = scales.bfloat16().float()
         divisor = torch.where(scales == 0, 1, scales)[:, :, None, :, None]
         # A scale that was rounded down makes the largest value a little larger than its code.
-        numbers = (groups / divisor).clamp(-largest, largest)
+        steps = (groups / divisor).clamp(-largest, largest)
         if self.code == E4M3:
-            codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+            codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)
         else:
-            codes = numbers.round().to(torch.int8).view(torch.uint8)
+            codes = steps.round().to(torch.int8).view(torch.uint8)
             codes &= (1 << self.code_bits) - 1
         return codes.view(len(values), self.rows, self.columns), scales
 
@@ -161,10 +168,10 @@ class Scaled:
         Returns:
             Int32 `[n, num_words]`.
         """
-        words = _words_of_codes(self._by_tile(codes, self.tile), self.code_bits)
+        words = words_of_codes(self._by_tile(codes, self.tile), self.code_bits)
         tile_rows, tile_columns = self._scales_of_tile
         spread = self._spread(scales)  # a group larger than a tile is in several of them
-        kept = _bits_of_scales(self._by_tile(spread, (tile_rows, tile_columns)), self.scale_bits)
+        kept = bits_of_scales(self._by_tile(spread, (tile_rows, tile_columns)), self.scale_bits)
         room = 4 * (self.num_tile_words - self.num_code_words)
         kept = torch.nn.functional.pad(kept, (0, room - kept.shape[-1]))
         return torch.cat([words, kept.view(torch.int32)], dim=-1).flatten(1)
@@ -173,9 +180,9 @@ class Scaled:
         """The values `[n, num_values]` that int32 `[n, num_words]` makes."""
         assert num_values == self.rows * self.columns, "a matrix of another size"
         tiles = words.unflatten(1, (-1, self.num_tile_words))
-        codes = _codes_of_words(tiles[..., : self.num_code_words], self.code_bits)
+        codes = codes_of_words(tiles[..., : self.num_code_words], self.code_bits)
         kept = tiles[..., self.num_code_words :].contiguous()
-        scales = _scales_of_bits(kept, self.scale_bits)
+        scales = scales_of_bits(kept, self.scale_bits)
         grid = self._scales_of_tile
         scales = scales[..., : grid[0] * grid[1]].unflatten(-1, grid)
         repeats = self.tile[0] // grid[0], self.tile[1] // grid[1]
@@ -215,60 +222,6 @@ def by_row(
         return None
     found = Scaled(code, _count(shape) // group, group, 1, group, scale_bits, dtype)
     return found if found.is_possible else None
-
-
-def numbers(codes: torch.Tensor, code: int) -> torch.Tensor:
-    """What codes, uint8, stand for: float32."""
-    if code == E4M3:
-        return codes.view(torch.float8_e4m3fn).float()
-    if code == INT8:
-        return codes.view(torch.int8).float()
-    if code == INT4:
-        return (((codes & 0xF) ^ 8).to(torch.int8) - 8).float()
-    halves = torch.tensor(HALF_NUMBERS, dtype=torch.float32, device=codes.device) / 2
-    return torch.cat([halves, -halves])[(codes & 0xF).long()]
-
-
-def _words_of_codes(tiles: torch.Tensor, code_bits: int) -> torch.Tensor:
-    """Codes of tiles, uint8 `[..., values]`, as int32 words."""
-    pairs = tiles.unflatten(-1, (16 // code_bits, -1, 2))
-    if code_bits == 4:
-        pairs = ((pairs[..., 0] & 0xF) | (pairs[..., 1] << 4)).unsqueeze(-1)
-    return pairs.transpose(-3, -2).contiguous().flatten(-3).view(torch.int32)
-
-
-def _codes_of_words(words: torch.Tensor, code_bits: int) -> torch.Tensor:
-    """The reverse."""
-    found = (
-        words.contiguous().view(torch.uint8).unflatten(-1, (-1, 16 // code_bits, code_bits // 4))
-    )
-    if code_bits == 4:
-        found = torch.cat([found & 0xF, found >> 4], dim=-1)
-    return found.transpose(-3, -2).flatten(-3)
-
-
-def _bits_of_scales(scales: torch.Tensor, scale_bits: int) -> torch.Tensor:
-    """Float32 `[..., s]` as uint8 `[..., s * scale_bits / 8]`."""
-    bits = scales.contiguous().view(torch.int32)
-    if scale_bits == 8:
-        return (bits >> 23).to(torch.uint8)
-    kept = bits if scale_bits == 32 else (bits >> 16).to(torch.int16)
-    return kept.view(torch.uint8)
-
-
-def _scales_of_bits(words: torch.Tensor, scale_bits: int) -> torch.Tensor:
-    """Int32 words as the float32 they hold."""
-    if scale_bits == 32:
-        return words.view(torch.float32)
-    if scale_bits == 16:
-        return words.view(torch.bfloat16).float()
-    return exponents(words.view(torch.uint8))
-
-
-def exponents(stored: torch.Tensor) -> torch.Tensor:
-    """Powers of two from their bytes, biased by 127: float32."""
-    bits = stored.int() << 23
-    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
 
 
 def power_of_two_in(number: int) -> int:

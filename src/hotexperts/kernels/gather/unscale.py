@@ -7,12 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hotexperts.kernels.gather import scaled
+from hotexperts.kernels.gather import codes as spec
 
-INT8: tl.constexpr = tl.constexpr(scaled.INT8)
-E4M3: tl.constexpr = tl.constexpr(scaled.E4M3)
-INT4: tl.constexpr = tl.constexpr(scaled.INT4)
-E2M1: tl.constexpr = tl.constexpr(scaled.E2M1)
+INT8: tl.constexpr = tl.constexpr(spec.INT8)
+E4M3: tl.constexpr = tl.constexpr(spec.E4M3)
+INT4: tl.constexpr = tl.constexpr(spec.INT4)
+E2M1: tl.constexpr = tl.constexpr(spec.E2M1)
 
 
 # Places in a form.
