@@ -46,7 +46,7 @@ ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
 Prefetch: TypeAlias = Literal["off", "router"]
 PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
-DEFAULT_PACKING: ExpertPacking = "none"
+DEFAULT_PACKING: ExpertPacking = AUTO
 
 
 def parse_bytes(text: str) -> int:
@@ -133,7 +133,8 @@ class CacheConfig:
             "auto" is the device where it can, else the host.
         check_host_memory: refuse before loading when the host seems to have too little.
         packing: "packed12" keeps bf16 experts in 12 bits a value, without loss, which kernels
-            unpack; "auto" does where a GPU's kernels copy what is missed.
+            unpack; "auto" does where a GPU's kernels copy what is missed, over a link that is
+            slower than they are.
         prefetch: "router" copies, while the link is idle, what the next layer's router makes of
             this layer's input.
     """

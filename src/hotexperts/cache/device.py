@@ -11,7 +11,7 @@ from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
-from hotexperts.cache.prefetch import NUM_PROGRAMS, PrefetchLane
+from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
@@ -46,7 +46,8 @@ class DeviceWeightProvider(StreamingProvider):
         device: a CUDA device; a CPU works under Triton's interpreter.
         banks: as for `CachedWeightProvider`.
         turn: as for `CachedWeightProvider`.
-        num_programs: programs that copy; few leave the GPU to compute that runs beside.
+        num_programs: programs that copy; few leave the GPU to compute that runs beside. None: as
+            many as the store's form needs, or the lane has.
         tells_pairs: where the host waits, results say which pairs they serve.
         lane: of prefetches, shared by the model's layers of the same layout and `num_programs`.
 
@@ -73,7 +74,7 @@ class DeviceWeightProvider(StreamingProvider):
         device: torch.device | str = "cuda",
         banks: StreamBanks | None = None,
         turn: Turn | None = None,
-        num_programs: int = NUM_PROGRAMS,
+        num_programs: int | None = None,
         tells_pairs: bool = False,
         lane: PrefetchLane | None = None,
     ) -> None:
@@ -95,6 +96,8 @@ class DeviceWeightProvider(StreamingProvider):
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
         rows = store.rows.view(torch.int32)
+        if num_programs is None:
+            num_programs = num_programs_for([store]) if lane is None else lane.ahead.num_programs
         gather = _gather_layout(store, capacity)
         self._lane, first_key = lane, self.layer * MAX_EXPERTS
         self.kernel = PlanGather(

@@ -11,6 +11,7 @@ import torch
 
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.link import probed_gb_s
 from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import AUTO, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
@@ -21,6 +22,7 @@ from hotexperts.kernels.gather.packed12 import Packing
 
 CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
 PEAK = 12  # times as much memory it takes
+FAST_LINK_GB_S = 64.0  # PCIe 5 with 16 lanes gives less; faster ones were never measured
 Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
 
 
@@ -197,7 +199,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:
-    """Whether to pack.
+    """Whether to pack; left to itself, where the link is what decode waits for.
 
     Args:
         cache: the user's choices.
@@ -214,7 +216,8 @@ def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full
             f"({mode.reason}): use expert_packing 'auto'"
         )
     if cache.packing == AUTO:
-        return mode.mode == "device" and device.type == "cuda" and not is_full
+        is_copied = mode.mode == "device" and device.type == "cuda" and not is_full
+        return is_copied and probed_gb_s(device) < FAST_LINK_GB_S
     return cache.packing == "packed12"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import CacheConfig
 from hotexperts.errors import ConfigError
@@ -14,7 +15,8 @@ from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.ahead import AheadRows
 
-NUM_PROGRAMS = 16  # of plans and prefetches
+NUM_PROGRAMS = 16  # of plans and prefetches: what brings a kernel's copies to their ceiling
+NUM_UNPACKING = 32  # the same where they unpack
 AHEAD_ROWS = 2  # a layer's compute hides the copy of one or two experts
 
 
@@ -102,4 +104,16 @@ def make_lanes(
             f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
         )
     layouts = dict.fromkeys(store.layout for store in stores)
-    return {layout: PrefetchLane(layout, NUM_PROGRAMS, device) for layout in layouts}
+    return {
+        layout: PrefetchLane(
+            layout, num_programs_for([s for s in stores if s.layout == layout]), device
+        )
+        for layout in layouts
+    }
+
+
+def num_programs_for(stores: Sequence[ExpertStore]) -> int:
+    """Of kernels that copy out of any of these."""
+    packed = [store for store in stores if isinstance(store, PackedBackingStore)]
+    is_packed = any(store.form.is_packed for store in packed)
+    return NUM_UNPACKING if is_packed else NUM_PROGRAMS
