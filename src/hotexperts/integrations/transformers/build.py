@@ -85,7 +85,7 @@ def attach_stores(
             this.next_provider = following
     if lanes:
         for (cached, before), (_, after) in itertools.pairwise(zip(layers, found, strict=True)):
-            cached.guess = NextExperts(model, before.module, after.module, before.top_k)
+            cached.guess = NextExperts(model, before.module, after.module)
     model.eval()
     guard(model, [layer.module for layer in found])
     if not all(layer.is_capturable for layer in layers):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hotexperts.kernels.gather.handover import ask, wait_for_end
 from hotexperts.kernels.gather.triton import blocks_of_row, copy_row
 from hotexperts.kernels.plan.choose import choose, move_shadow
 from hotexperts.kernels.plan.count import count_ids, num_counted
@@ -28,6 +29,7 @@ from hotexperts.kernels.plan.record import (
     record_averages,
     record_counts,
 )
+from hotexperts.kernels.prefetch.judge import record_switch
 
 CLOCK: tl.constexpr = tl.constexpr(0)
 ARRIVED: tl.constexpr = tl.constexpr(1)
@@ -36,9 +38,7 @@ WORTH: tl.constexpr = tl.constexpr(3)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit(
-    do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first_key"]
-)
+@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "layer"])
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
@@ -49,8 +49,9 @@ def plan_gather_kernel(
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     buffer,  # int32, the slots
     bases,  # int32 [NUM_TENSORS]: of packed tensors
-    ahead,  # int32: see AheadRows; read if AHEAD_ROWS > 0
+    ahead,  # int32 [P, 2 + AHEAD_ROWS]: see AheadRows; read if AHEAD_ROWS > 0, as the next two are
     staging,  # int32, its rows
+    switch,  # float32: see Switch
     ahead_counters,  # int64, by AheadCounter
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
@@ -58,7 +59,7 @@ def plan_gather_kernel(
     max_bypassed,  # misses that may pass by of the policy's own will
     evict,  # 0 admits into free slots only
     num_waves,  # what the call is going to take, for the counters
-    first_key,  # of expert 0 among the keys of the rows ahead
+    layer,  # its number, for the rows ahead
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     POLICY: tl.constexpr,
@@ -91,6 +92,9 @@ def plan_gather_kernel(
     m_e = o_e < NUM_EXPERTS
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < CAPACITY
+    turn = ahead + i_program * (2 + AHEAD_ROWS)
+    if AHEAD_ROWS > 0:
+        found_turn = ask(turn, layer)
 
     # What is demanded.
     limit = num_counted(num_valid_tokens, num_ids, top_k, HAS_NUM_VALID)
@@ -185,8 +189,9 @@ def plan_gather_kernel(
 
     if AHEAD_ROWS > 0:
         o_r = tl.arange(0, AHEAD_ROWS)
-        keys_ahead = tl.load(ahead + 1 + o_r)
-        num_ahead = tl.load(ahead + 1 + AHEAD_ROWS + i_program)
+        has_rows = wait_for_end(turn, found_turn, layer)
+        ahead_experts = tl.where(has_rows, tl.load(turn + 2 + o_r), -1)
+        num_ahead = tl.load(turn + 1)
 
     # Nobody may write the state before all have read it.
     tl.debug_barrier()
@@ -225,9 +230,6 @@ def plan_gather_kernel(
         if num_missed > 0:
             tl.store(slot_of_at + o_e, new_slot_of, mask=m_e)
             tl.store(expert_of_at + target, o_e, mask=admitted)
-        if AHEAD_ROWS > 0:  # the next prefetch begins anew
-            tl.store(ahead, 0)
-            tl.store(ahead + 1 + o_r, -1)
         add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves)
 
     # Every program copies a share of every row.
@@ -240,7 +242,7 @@ def plan_gather_kernel(
         row = 0
         num_done = 0
         if AHEAD_ROWS > 0:
-            row = tl.max(tl.where(keys_ahead == first_key + expert, o_r, -1))
+            row = tl.max(tl.where(ahead_experts == expert, o_r, -1))
             num_used += (row >= 0).to(tl.int32)
             num_row = blocks_of_row(i_program, num_programs, NUM_WORDS, BLOCKS, NUM_TENSORS)
             num_done = tl.minimum(tl.maximum(num_ahead - row * num_row, 0), num_row)
@@ -271,6 +273,7 @@ def plan_gather_kernel(
         tl.atomic_add(ahead_counters + 3, num_saved.to(tl.int64), sem="relaxed")
         if i_program == 0:
             tl.atomic_add(ahead_counters + 2, num_used.to(tl.int64), sem="relaxed")
+            record_switch(switch, tl.sum((ahead_experts >= 0).to(tl.int32)), num_used)
 
     # The shadows move off the critical path, into the half of the state that nobody reads now.
     if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
