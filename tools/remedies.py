@@ -140,9 +140,6 @@ MESSAGES = {
     "<url> answers with something else than metrics: <error>": (
         "give the address that ends in /metrics"
     ),
-    "policy <policy> cannot be saved: <class> must name in `history` what its `reset` makes": (
-        "add that to the class, or do without a warm start"
-    ),
     "profile has <number of profile> values, give <num_experts>": "give one value an expert",
     "cannot load <kind> <name>: <class>: <error>; the known ones are <names>": (
         "mend `module:Class`, or take one of these"
