@@ -43,7 +43,7 @@ def compiled(kernel, constants, capability):
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
     )
     found = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    words = re.findall(r"((?:ld|st)(?:\.volatile)?\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
+    words = re.findall(r"((?:ld|st|atom)(?:\.volatile)?\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
     return Counter(words), len(found.asm["cubin"])
 
 

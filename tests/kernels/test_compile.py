@@ -50,7 +50,8 @@ def test_plans_copy_sixteen_bytes_at_a_time(policy: str) -> None:
 
 
 def test_a_prefetch_looks_for_the_end_at_every_block() -> None:
-    """And copies as the others do."""
+    """By one thread for all, which else would disagree; and copies as the others do."""
     counts = compiled("prefetch", "lru", packs=True, capability=90)
     assert (counts["ld.global.v4.b32"], counts["st.global.v4.b32"]) == (3 + 4, 4 + 4)
-    assert counts["ld.volatile.global.b32"] == 3  # at the start, and after a block of each tensor
+    looks = sum(n for name, n in counts.items() if name.startswith("atom.") and ".or." in name)
+    assert looks == 3  # at the start, and after a block of each tensor

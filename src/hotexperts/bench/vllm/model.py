@@ -32,7 +32,7 @@ class Model:
         from hotexperts.integrations.vllm import hooks
 
         ours = self.config.instance_id
-        return next(c for c in hooks._alive() if c.config.instance_id == ours)
+        return next(c for c in hooks.models() if c.config.instance_id == ours)
 
     def use_slots(self, capacity: int) -> None:
         """Another number of slots a layer; 0 has every expert resident, as without the plug-in."""
@@ -87,7 +87,7 @@ class Model:
         """Whether experts come from a cache now."""
         from hotexperts.integrations.vllm import hooks
 
-        return bool(hooks._alive()) and not self._resident
+        return bool(hooks.models()) and not self._resident
 
     def sums(self) -> dict[str, int]:
         """Counters of all layers together."""

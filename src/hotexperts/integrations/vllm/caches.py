@@ -59,7 +59,10 @@ class ModelCaches:
         self._last: DeviceWeightProvider | None = None
         self._top_k = 0
         self._host: HostBudget | None = None
+        self.rank = 0  # of all workers
         self.has_started = False  # what the slots hold is what requests asked for
+        self.is_in_step = False  # or one was interrupted: what is known may be half of it
+        self.num_steps = 0  # since then
         self._token_count: TokenCount | None = None
 
     def created(self, layer: nn.Module) -> None:

@@ -31,6 +31,8 @@ _PATCHES = {
     f"{_LAYERS}.routed_experts": _Patch("hooks", "patch_layers"),
     f"{_LAYERS}.modular_kernel": _Patch("hooks", "patch_kernels"),
     f"{_LAYERS}.experts.triton_moe": _Patch("compat", "patch_tuning"),
+    "vllm.v1.engine.core": _Patch("ending", "patch_loops"),
+    "vllm.v1.engine.utils": _Patch("ending", "patch_processes"),
     "vllm.v1.metrics.prometheus": _Patch("prometheus", "patch"),
     "vllm.v1.worker.worker_base": _Patch("hooks", "patch_workers"),
 }

@@ -37,7 +37,9 @@ def prefetch_kernel(
     """
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     o_r = tl.arange(0, AHEAD_ROWS)
-    stop = tl.load(ahead, volatile=True)
+    # An atomic is one thread's, which tells the others: each would see the word at another time if
+    # it loaded it, and part of a block be counted that was never copied.
+    stop = tl.atomic_or(ahead, 0, sem="relaxed")
     num_rows = tl.full([], 0, tl.int32)
     num_done = tl.full([], 0, tl.int32)
     for i_guess in range(NUM_GUESSES):
@@ -65,7 +67,7 @@ def prefetch_kernel(
                     )
                     num_done += 1
                     i_block += num_programs
-                    stop = tl.load(ahead, volatile=True)
+                    stop = tl.atomic_or(ahead, 0, sem="relaxed")
             num_rows += 1
     tl.store(ahead + 1 + AHEAD_ROWS + i_program, num_done)
     tl.atomic_add(counters + 1, num_done.to(tl.int64), sem="relaxed")
