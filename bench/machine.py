@@ -14,7 +14,7 @@ from hotexperts.bench import machine as hot
 from hotexperts.bench.machine import first_line, spread
 
 __all__ = ["describe", "link_gb_s", "spread", "write"]
-_EXPERT_NBYTES = 12_582_912  # of OLMoE-1B-7B in bf16
+_LINK_NBYTES = 8 * 12_582_912  # experts of OLMoE-1B-7B in bf16
 
 
 @cache
@@ -34,7 +34,7 @@ def link_gb_s() -> float:
 
     from hotexperts.bench import link
 
-    return link.link_gb_s(_EXPERT_NBYTES, torch.device("cuda"))
+    return link.link_gb_s(_LINK_NBYTES, torch.device("cuda"))
 
 
 def write(path: Path, name: str, results: dict[str, Any]) -> None:

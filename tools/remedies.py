@@ -71,9 +71,6 @@ MESSAGES = {
     "<name> is for a trace: <file> holds results": "leave it out",
     "--vram <size> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
     "the text on stdin is not valid <encoding>": "give it in that encoding",
-    "<passed> after '--' is for vLLM, and <value> serves": (
-        "leave it out, or take `--engine vllm`"
-    ),
     "--chat-template <path> is not valid UTF-8": "save it in that encoding",
     "--chat-template: line <lineno>: <message>": "mend the template, which is Jinja",
     "<path>: no tokenizer could be loaded<shown>: its files (tokenizer.json, "

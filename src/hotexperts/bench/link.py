@@ -9,13 +9,13 @@ import torch
 
 from hotexperts.cache.host_memory import HostBuffer
 
-_NUM_EXPERTS, _REPEATS = 8, 10
+_REPEATS = 10
 
 
-def link_gb_s(expert_nbytes: int, device: torch.device) -> float:
-    """GB/s of `copy_` of 8 experts to the device, from page-locked memory where that is a GPU."""
+def link_gb_s(nbytes: int, device: torch.device) -> float:
+    """GB/s of `copy_` of so many bytes to the device, from page-locked memory where it is a GPU."""
     is_gpu = device.type == "cuda"
-    source = HostBuffer(_NUM_EXPERTS * expert_nbytes, pin=is_gpu)
+    source = HostBuffer(nbytes, pin=is_gpu)
     target = torch.empty_like(source.bytes, device=device)
     taken = []
     for _ in range(1 + _REPEATS):
@@ -24,4 +24,4 @@ def link_gb_s(expert_nbytes: int, device: torch.device) -> float:
         if is_gpu:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
-    return source.bytes.numel() / statistics.median(taken[1:]) / 1e9
+    return nbytes / statistics.median(taken[1:]) / 1e9

@@ -19,6 +19,7 @@ from hotexperts.bench.sources import Source, free_memory, resident_or_refuse
 from hotexperts.integrations.transformers.experts import BATCHED_MAX_PAIRS, set_algorithm
 from hotexperts.integrations.transformers.modules import top_k_of
 
+LINK_EXPERTS = 8  # a copy
 _WARM_UP_STEPS = 2
 _VERIFY_PROMPT_TOKENS, _VERIFY_TOKENS = 32, 8
 
@@ -126,7 +127,7 @@ def _measure_cache(
     model = source.cached(size, wanted.kv_tokens)
     about = _about(model, size) | {"load_seconds": time.perf_counter() - start}
     facts, said = _facts(model), _verified(model, resident)
-    link = link_gb_s(facts["expert_nbytes"], model.device)
+    link = link_gb_s(LINK_EXPERTS * facts["expert_nbytes"], model.device)
     rows = []
     for batch in wanted.batches:
         row = {**about, "batch": batch, "link_gb_s": link, **said}

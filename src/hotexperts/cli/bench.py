@@ -52,28 +52,18 @@ def bench(
     ] = 4,
     domain: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Of a model: what it reads: {', '.join(DOMAINS)}. {lists.HELP}",
-            show_default="all",
+        lists.option(
+            f"Of a model: what it reads: {', '.join(DOMAINS)}.", default="all", metavar="NAMES"
         ),
     ] = None,
     expert_cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, or budgets such as 6GiB; in vLLM slots. {lists.HELP}",
-            show_default="auto; in vLLM a quarter and half of the experts",
+        lists.option(
+            "Slots a layer, or budgets such as 6GiB; in vLLM slots.",
+            default="auto; in vLLM a quarter and half of the experts",
         ),
     ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Sequences decoded together, such as 1,8. {lists.HELP}",
-            show_default="1",
-        ),
-    ] = None,
+    batch: lists.Batches = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps of decode after each prompt.")] = 64,
     policy: options.Policy = DEFAULT_POLICY,

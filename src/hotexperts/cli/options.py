@@ -97,6 +97,16 @@ Chat = Annotated[
         show_default="where the tokenizer has one",
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Stop each answer after as many tokens.")]
+ExpertMb = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Size of a trace's expert, 10^6 bytes.",
+        show_default="expert_nbytes of the trace's meta data",
+    ),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that replay a trace.")]
 Device = Annotated[
     str | None,
     typer.Option(

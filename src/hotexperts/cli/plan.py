@@ -36,10 +36,10 @@ def plan(
     ],
     vram: Annotated[
         list[str] | None,
-        typer.Option(
+        lists.option(
+            "GPU memory to use, such as 8GiB; several make a table.",
+            default="0.9 of the GPU's",
             metavar="SIZE",
-            help=f"GPU memory to use, such as 8GiB; several make a table. {lists.HELP}",
-            show_default="0.9 of the GPU's",
         ),
     ] = None,
     ram: Annotated[

@@ -40,7 +40,7 @@ def run(
     expert_cache_size: options.CacheSize = None,
     expert_cache_gib: options.CacheGib = None,
     policy: options.Policy = DEFAULT_POLICY,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hotexperts.bench.link import link_gb_s
+from hotexperts.bench.measure import LINK_EXPERTS
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import Found, Row, cached_row, name_of, resident_row
 from hotexperts.bench.shapes import Shape
@@ -48,7 +49,7 @@ def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict
     seconds = time.perf_counter() - start
     decoder = Decoder(engine, SequenceReplay(engine, routing.ids))
     facts = _facts(engine, asked)
-    link = link_gb_s(facts["expert_nbytes"], engine.runner.device)
+    link = link_gb_s(LINK_EXPERTS * facts["expert_nbytes"], engine.runner.device)
     rows: list[Row] = []
     resident_ms: dict[int, tuple[float, float]] = {}
     expected: Likeliest = []
