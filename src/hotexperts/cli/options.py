@@ -170,7 +170,9 @@ def model_path(model: str | None) -> str:
         if path.is_file():
             raise CheckpointError(f"{model} is a file: give the folder of the checkpoint")
         if model.startswith((".", "/", "~")) and not path.is_dir():
-            raise CheckpointError(f"{model}: no such folder")
+            raise CheckpointError(
+                f"{model}: no such folder: give one that exists, or a hub id such as org/model"
+            )
         return model
     return str(demo.demo_model_path())
 

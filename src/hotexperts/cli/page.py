@@ -85,10 +85,14 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
     if path.suffix in _TRACES:
         return path
     if path.suffix != ".json":
-        raise ConfigError(f"{file}: unknown kind: the name ends in .json, {', '.join(_TRACES)}")
+        raise ConfigError(
+            f"{file}: unknown kind: give a trace ({', '.join(_TRACES)}), or a command's .json"
+        )
     for name in options.given_names(call):
         if name in _OF_TRACES:
-            raise ConfigError(f"{options.option_of(name)} is for a trace: {file} holds results")
+            raise ConfigError(
+                f"{options.option_of(name)} is for a trace, and {file} holds results: leave it out"
+            )
     return path
 
 

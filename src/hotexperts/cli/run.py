@@ -152,7 +152,9 @@ def _read_stdin() -> str:
     try:
         return options.check_text(sys.stdin.read(), "the text on stdin")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text on stdin is not valid {error.encoding}") from error
+        raise ConfigError(
+            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
+        ) from error
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:

@@ -219,7 +219,7 @@ def _read_template(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--chat-template {path} is not valid UTF-8") from error
+        raise ConfigError(f"--chat-template {path} is not valid UTF-8: save it so") from error
 
 
 def _serve(
@@ -267,6 +267,8 @@ def _set_template(template: str | None, tokenizer: Any) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"--chat-template: line {error.lineno}: {error.message}") from error
+        raise ConfigError(
+            f"--chat-template, line {error.lineno}: {error.message}: mend the Jinja template"
+        ) from error
     except TemplateError:  # it wants another beginning of a chat
         return
