@@ -93,7 +93,9 @@ def parse_cache_size(value: int | str) -> CacheSize:
     if num_slots > _MOST:
         raise ConfigError("expert_cache_size is a number beyond any model: give fewer slots")
     if num_slots < 1:
-        raise ConfigError(f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed")
+        raise ConfigError(
+            f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed: give 1 or more"
+        )
     return num_slots
 
 

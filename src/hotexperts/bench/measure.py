@@ -19,9 +19,9 @@ from hotexperts.cache.link import link_gb_s
 from hotexperts.integrations.transformers.experts import BATCHED_MAX_PAIRS, set_algorithm
 from hotexperts.integrations.transformers.modules import top_k_of
 
+LINK_EXPERTS = 8  # a copy
 _WARM_UP_STEPS = 2
 _VERIFY_PROMPT_TOKENS, _VERIFY_TOKENS = 32, 8
-_LINK_EXPERTS = 8  # a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _measure_cache(
     model = source.cached(size, wanted.kv_tokens)
     about = _about(model, size) | {"load_seconds": time.perf_counter() - start}
     facts, said = _facts(model), _verified(model, resident)
-    link = link_gb_s(_LINK_EXPERTS * facts["expert_nbytes"], model.device)
+    link = link_gb_s(LINK_EXPERTS * facts["expert_nbytes"], model.device)
     rows = []
     for batch in wanted.batches:
         row = {**about, "batch": batch, "link_gb_s": link, **said}
@@ -192,7 +192,7 @@ def _decoded(source: Source, model: Any, wanted: Wanted, batch: int) -> Found:
     if cache is not None:
         cache.reset()
     return [
-        (group, decoder.sequence(group.prompt, group.show, wanted.steps))
+        (group.name, decoder.sequence(group.prompt, group.show, wanted.steps))
         for group in (*groups, groups[0])
     ]
 

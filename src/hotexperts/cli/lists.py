@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
 
 from hotexperts.errors import ConfigError
 
 HELP = "Separate several by commas, or repeat the option."
+
+
+def option(help_: str, default: str, metavar: str = "LIST") -> Any:
+    """An option that takes several values; `default` is shown in the help."""
+    return typer.Option(metavar=metavar, help=f"{help_} {HELP}", show_default=default)
+
+
+Batches = Annotated[
+    list[str] | None, option("Sequences decoded together, such as 1,8.", default="1")
+]
 
 
 def split(option: str, values: Sequence[str] | None, default: Sequence[str]) -> list[str]:

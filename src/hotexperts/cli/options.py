@@ -97,6 +97,16 @@ Chat = Annotated[
         show_default="where the tokenizer has one",
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Stop each answer after as many tokens.")]
+ExpertMb = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Size of a trace's expert, 10^6 bytes.",
+        show_default="expert_nbytes of the trace's meta data",
+    ),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that replay a trace.")]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -160,7 +170,9 @@ def model_path(model: str | None) -> str:
         if path.is_file():
             raise CheckpointError(f"{model} is a file: give the folder of the checkpoint")
         if model.startswith((".", "/", "~")) and not path.is_dir():
-            raise CheckpointError(f"{model}: no such folder")
+            raise CheckpointError(
+                f"{model}: no such folder: give one that exists, or a hub id such as org/model"
+            )
         return model
     return str(demo.demo_model_path())
 

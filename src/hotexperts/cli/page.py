@@ -36,30 +36,21 @@ def report(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
+        lists.option(
+            f"Of a trace: {', '.join(POLICIES.names())}, 'module:Class' or belady.",
+            default=",".join(_POLICIES),
             metavar="NAMES",
-            help=f"Of a trace: {', '.join(POLICIES.names())}, 'module:Class' or belady. "
-            f"{lists.HELP}",
-            show_default=",".join(_POLICIES),
         ),
     ] = None,
     cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of a trace: slots a layer, such as 8,16,32. {lists.HELP}",
-            show_default="an eighth, a quarter, half and three quarters of the experts",
+        lists.option(
+            "Of a trace: slots a layer, such as 8,16,32.",
+            default="an eighth, a quarter, half and three quarters of the experts",
         ),
     ] = None,
-    expert_mb: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Of a trace: size of an expert, 10^6 bytes.",
-            show_default="expert_nbytes of the trace's meta data",
-        ),
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Of a trace: processes that replay.")] = 1,
+    expert_mb: options.ExpertMb = None,
+    jobs: options.Jobs = 1,
     debug: options.Debug = False,
 ) -> None:
     """Write one HTML page, which needs no network and runs no script.
@@ -94,10 +85,14 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
     if path.suffix in _TRACES:
         return path
     if path.suffix != ".json":
-        raise ConfigError(f"{file}: unknown kind: the name ends in .json, {', '.join(_TRACES)}")
+        raise ConfigError(
+            f"{file}: unknown kind: give a trace ({', '.join(_TRACES)}), or a command's .json"
+        )
     for name in options.given_names(call):
         if name in _OF_TRACES:
-            raise ConfigError(f"{options.option_of(name)} is for a trace: {file} holds results")
+            raise ConfigError(
+                f"{options.option_of(name)} is for a trace, and {file} holds results: leave it out"
+            )
     return path
 
 

@@ -40,7 +40,7 @@ def run(
     expert_cache_size: options.CacheSize = None,
     expert_cache_gib: options.CacheGib = None,
     policy: options.Policy = DEFAULT_POLICY,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
@@ -152,7 +152,9 @@ def _read_stdin() -> str:
     try:
         return options.check_text(sys.stdin.read(), "the text on stdin")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text on stdin is not valid {error.encoding}") from error
+        raise ConfigError(
+            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
+        ) from error
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:

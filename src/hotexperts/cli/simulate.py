@@ -50,20 +50,12 @@ def simulate(
     ] = None,
     cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, such as 16,32; on average, where layers share. {lists.HELP}",
-            show_default="an eighth, a quarter and half of the experts",
+        lists.option(
+            "Slots a layer, such as 16,32; on average, where layers share.",
+            default="an eighth, a quarter and half of the experts",
         ),
     ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Sequences decoded together, such as 1,8. {lists.HELP}",
-            show_default="1",
-        ),
-    ] = None,
+    batch: lists.Batches = None,
     prefill: Annotated[
         str,
         typer.Option(
@@ -114,14 +106,7 @@ def simulate(
     compute_ms: Annotated[
         float, typer.Option(metavar="X", help="Milliseconds that a layer computes in a step.")
     ] = 0.0,
-    expert_mb: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Size of an expert, 10^6 bytes.",
-            show_default="expert_nbytes of the trace's meta data",
-        ),
-    ] = None,
+    expert_mb: options.ExpertMb = None,
     prefetch: foretold.Predictors = None,
     prefetch_ahead: foretold.Ahead = 1,
     prefetch_tap: foretold.Tap = "output",
@@ -145,7 +130,7 @@ def simulate(
             "or .pdf (these need matplotlib).",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that replay.")] = 1,
+    jobs: options.Jobs = 1,
     debug: options.Debug = False,
 ) -> None:
     """Replay recorded routing through policies, without a model, and compare their hits.

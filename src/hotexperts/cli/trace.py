@@ -54,9 +54,7 @@ def trace(
     ] = "not stated",
     expert_cache_size: options.CacheSize = None,
     expert_cache_gib: options.CacheGib = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Stop each answer after as many tokens.")
-    ] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
     cache_mode: options.CacheModeName = AUTO,

@@ -24,10 +24,9 @@ def verify(
     model: options.Model = None,
     expert_cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, 'auto', or budgets such as 6GiB. {lists.HELP}",
-            show_default="1, a quarter, half and all of the experts",
+        lists.option(
+            "Slots a layer, 'auto', or budgets such as 6GiB.",
+            default="1, a quarter, half and all of the experts",
         ),
     ] = None,
     device: options.Device = None,

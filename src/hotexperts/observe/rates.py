@@ -56,7 +56,10 @@ def read_totals(url: str) -> Totals:
     except (OSError, HTTPException) as error:
         raise ConfigError(f"{url} does not answer ({error}): is the server up?") from error
     except ValueError as error:
-        raise ConfigError(f"{url} answers with something else than metrics: {error}") from error
+        raise ConfigError(
+            f"{url} answers with something else than metrics ({error}): give the address that ends "
+            "in /metrics"
+        ) from error
     found: Totals = {}
     for family in families:
         name = family.name.removeprefix(PREFIX)

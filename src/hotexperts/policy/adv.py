@@ -57,6 +57,7 @@ class ADV(AUTO):
 
     name = "adv"
     history = ("held", "worth", "shadow_totals", "lru_shadow.order", "totals")
+    amounts = ("worth", "shadow_totals", "totals")
 
     def reset(self) -> None:
         """Forget every use and empty the shadows."""
@@ -69,6 +70,12 @@ class ADV(AUTO):
         self.lru_shadow = LRUShadow(self.capacity)
         self.shadow_totals = np.zeros(len(SHADOWS), np.int64)
         self.totals = [0, 0, 0]  # demands, hits of the real cache and of the LRU shadow
+
+    def check_history(self) -> None:
+        """No shadow holds more than it has slots."""
+        most = max(int(self.held.sum(axis=1).max()), len(self.lru_shadow.order))
+        if most > self.capacity:
+            raise ValueError(f"a shadow is damaged ({most} experts in {self.capacity} slots)")
 
     def record(self, event: Event) -> None:
         """Advance averages and shadows, then choose the index whose score is used."""

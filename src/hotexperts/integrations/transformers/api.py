@@ -164,7 +164,9 @@ def attach(
         UnsupportedOperationError: it has a cache already, or is spread over devices.
     """
     if hasattr(model, "expert_cache"):
-        raise UnsupportedOperationError("the model has an expert cache already")
+        raise UnsupportedOperationError(
+            "the model has an expert cache already: load it again to change it"
+        )
     if len(set((getattr(model, "hf_device_map", None) or {"": ""}).values())) > 1:
         raise UnsupportedOperationError(
             "the model is spread by device_map: load it on the CPU, or use load()"

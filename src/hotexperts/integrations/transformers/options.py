@@ -77,7 +77,9 @@ def check_path(path_or_id: Any) -> None:
         raise CheckpointError(f"{path_or_id!r} is no model: give a folder or a hub id")
     looks_local = isinstance(path_or_id, Path) or path_or_id.startswith((".", "/", "~"))
     if looks_local and not Path(path_or_id).is_dir():
-        raise CheckpointError(f"{path_or_id}: no such folder")
+        raise CheckpointError(
+            f"{path_or_id}: no such folder: give one that exists, or a hub id such as org/model"
+        )
 
 
 def find_device(device: Any) -> torch.device:
@@ -98,7 +100,8 @@ def find_device(device: Any) -> torch.device:
         raise ConfigError(f"device {device!r}: this torch sees no CUDA device; use 'cpu'")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {device!r}: this torch sees {torch.cuda.device_count()} CUDA devices"
+            f"device {device!r}: this torch sees {torch.cuda.device_count()} CUDA devices: give a "
+            "lower number"
         )
     return found
 
