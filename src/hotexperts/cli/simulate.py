@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hotexperts.simulate.sweep import Sweep
 
 _BOUNDS = ("belady", "belady-atomic", "belady-forced", "infinite")
+_HALVES = "fractional"
 _POLICIES = ("lru", DEFAULT_POLICY, "belady")
 _POOLED = ("lru", "ewma", "llru", "belady")  # by default, where DEFAULT_POLICY is no choice
 _TIES = ("id", "listed")
@@ -43,7 +44,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAMES",
-            help=f"{', '.join(POLICIES.names())}, 'module:Class', or one of the bounds "
+            help=f"{', '.join(POLICIES.names())}, 'module:Class', {_HALVES}, or one of the bounds "
             f"{', '.join(_BOUNDS)}; with --pool global lru, ewma, llru or a bound. {lists.HELP}",
             show_default=",".join(_POLICIES),
         ),
@@ -235,7 +236,7 @@ def _check_name(name: str, option: str = "") -> None:
     options.check_text(name, f"{option}the name of a trace")
     if Path(name).is_file():
         return
-    if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, "llru")):
+    if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, _HALVES, "llru")):
         raise ConfigError(f"{name} is no trace: separate values by commas: --policy lru,adv")
     raise ConfigError(f"{option}{name}: no such file: give a trace in .npz, .jsonl or .csv")
 

@@ -13,6 +13,7 @@ from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.simulate.bounds import BOUNDS, bound
 from hotexperts.simulate.cost import NO_COST, Cost, expert_nbytes
 from hotexperts.simulate.foretell import check_predictor
+from hotexperts.simulate.fractional import FRACTIONAL, check_fractional, replay_fractional
 from hotexperts.simulate.players import player
 from hotexperts.simulate.prefetch import NO_PREFETCH, Prefetch
 from hotexperts.simulate.prefetch_replay import replay_prefetch
@@ -46,7 +47,7 @@ class Sweep:
 
     Attributes:
         traces: by name.
-        policies: as `replay` takes them, or one of `BOUNDS`.
+        policies: as `replay` takes them, `FRACTIONAL`, or one of `BOUNDS`.
         capacities: slots a layer; none takes an eighth, a quarter and half of a trace's experts.
         batches: lanes.
         prefill: see `replay`.
@@ -100,7 +101,9 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
             a trace cannot have.
     """
     for policy in sweep.policies:
-        if policy not in BOUNDS:
+        if policy == FRACTIONAL:
+            _check_halves(sweep)
+        elif policy not in BOUNDS:
             player(policy, 1, sweep.rules)
     found = {}
     for name, trace in sweep.traces.items():
@@ -115,6 +118,15 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
     return found
+
+
+def _check_halves(sweep: Sweep) -> None:
+    check_fractional(sweep.rules)
+    if sweep.predictors:
+        raise ConfigError(
+            f"policy {FRACTIONAL!r} with prefetch: a staging row holds a whole expert: leave one "
+            "of the two out"
+        )
 
 
 def _check_prefetch(sweep: Sweep, name: str) -> None:
@@ -182,6 +194,8 @@ def _count(sweep: Sweep, cell: Cell) -> CacheStats:
         ).total
     if cell.policy in BOUNDS:
         return bound(cell.policy, trace, cell.capacity, cell.batch, prefill, rules).total
+    if cell.policy == FRACTIONAL:
+        return replay_fractional(trace, cell.capacity, cell.batch, prefill, rules).total
     return replay(trace, cell.policy, cell.capacity, cell.batch, prefill, rules).total
 
 
