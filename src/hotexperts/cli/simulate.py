@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 import hotexperts
 from hotexperts.cli import console, foretold, lists, options, report
+from hotexperts.config import Bytes
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -31,6 +33,20 @@ _PAGE = ".html"
 _PLOTS = (".png", ".svg", ".pdf", _PAGE)
 _STDOUT = "-"
 _PROMPTS = "trace"  # of --preload
+_LISTS = ("--policy", "--cache-size", "--batch")
+
+
+class Command(TyperCommand):
+    """Its lists may also be divided by spaces: `--policy lru adv --batch 1 8`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join what follows an option and is no file."""
+        return super().parse_args(ctx, lists.joined(args, _LISTS, _is_value))
+
+
+def _is_value(word: str) -> bool:
+    is_known = word in (*POLICIES.names(), *_BOUNDS, _HALVES, "llru")
+    return (is_known or word[:1].isdigit() or ":" in word) and not Path(word).is_file()
 
 
 def simulate(
@@ -53,7 +69,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="LIST",
-            help=f"Slots a layer, such as 16,32; on average, where layers share. {lists.HELP}",
+            help="Slots a layer, such as 16,32, or bytes of all layers, such as 6GiB; on average, "
+            f"where layers share. {lists.HELP}",
             show_default="an eighth, a quarter and half of the experts",
         ),
     ] = None,
@@ -160,7 +177,7 @@ def simulate(
         lists.check_choice("--pool", pool, _POOLS)
         lists.check_choice("--sequences", sequences, _SEQUENCES)
         policies = lists.split("--policy", policy, _POOLED if pool == "global" else _POLICIES)
-        sizes = lists.numbers("--cache-size", cache_size, ())
+        sizes = lists.sizes("--cache-size", cache_size)
         batches = lists.numbers("--batch", batch, (1,))
 
         from hotexperts.simulate.cost import Cost
@@ -218,7 +235,7 @@ def _rules(ties: str, pool: str, pool_floor: int, sequences: str, preload: str |
 def _sweep(
     names: list[str],
     policies: list[str],
-    sizes: list[int],
+    sizes: list[int | Bytes],
     batches: list[int],
     prefill: str,
     rules: Rules,
