@@ -32,7 +32,7 @@ def link_gb_s() -> float:
     """GB/s of `copy_` of 8 experts to the GPU, from page-locked memory."""
     import torch
 
-    from hotexperts.bench import link
+    from hotexperts.cache import link
 
     return link.link_gb_s(_LINK_NBYTES, torch.device("cuda"))
 

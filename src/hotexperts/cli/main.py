@@ -19,6 +19,7 @@ from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.serve import Command as ServeCommand
 from hotexperts.cli.serve import serve
+from hotexperts.cli.simulate import Command as SimulateCommand
 from hotexperts.cli.simulate import simulate
 from hotexperts.cli.top import top
 from hotexperts.cli.trace import trace
@@ -35,7 +36,7 @@ app.command()(run)
 app.command(cls=ServeCommand)(serve)
 app.command()(verify)
 app.command()(bench)
-app.command()(simulate)
+app.command(cls=SimulateCommand)(simulate)
 app.command()(trace)
 app.command()(report)
 app.command()(plan)

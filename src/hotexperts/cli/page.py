@@ -126,6 +126,7 @@ def _trace_page(
     from hotexperts.simulate import read_trace
     from hotexperts.simulate.bounds import BOUNDS
     from hotexperts.simulate.cost import Cost
+    from hotexperts.simulate.fractional import FRACTIONAL
     from hotexperts.simulate.replay import misses_by_step
     from hotexperts.simulate.rows import sweep_rows
     from hotexperts.simulate.sweep import Sweep, count_steps, expert_sizes, run_sweep
@@ -136,7 +137,7 @@ def _trace_page(
     sweep = Sweep({name: trace}, policies, sizes)
     steps, nbytes = count_steps(sweep), expert_sizes(sweep.traces, expert_mb)
     middle = sizes[(len(sizes) - 1) // 2]
-    played = list(dict.fromkeys([*(p for p in policies if p not in BOUNDS), "lru"]))
+    played = list(dict.fromkeys([*(p for p in policies if p not in (*BOUNDS, FRACTIONAL)), "lru"]))
     with console.counting("replaying", len(sweep.all_cells()) + len(played)) as on_done:
         counts = run_sweep(sweep, jobs, on_done)
         misses = {}

@@ -35,6 +35,7 @@ CLOCK: tl.constexpr = tl.constexpr(0)
 ARRIVED: tl.constexpr = tl.constexpr(1)
 USES: tl.constexpr = tl.constexpr(2)
 WORTH: tl.constexpr = tl.constexpr(3)
+REGRET: tl.constexpr = tl.constexpr(11)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
@@ -115,8 +116,8 @@ def plan_gather_kernel(
     if POLICY == "adv":
         held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_PLAYED) * NUM_EXPERTS
         last_use_at = policy_at + (NUM_AVERAGES + 2 * NUM_PLAYED) * NUM_EXPERTS
-        worth, index, shadow_hits = adv_worth(
-            state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES
+        worth, regret, index, shadow_hits = adv_worth(
+            state, held_at, demanded, num_demanded, num_missed, o_e, m_e, NUM_EXPERTS, RULES
         )
         keys = tl.zeros([BLOCK_E], tl.int64)  # asked for only where something is missed
         # Each of the first programs also plays one shadow; it reads now and moves it later.
@@ -160,6 +161,7 @@ def plan_gather_kernel(
     if num_missed > 0:
         if POLICY == "adv":
             keys = as_key(adv_score(policy_at, counts, index, o_e, m_e, NUM_EXPERTS, RULES))
+            keys = tl.where(index == NUM_SHADOWS, last_use.to(tl.int64), keys)
         expert_of = tl.load(expert_of_at + o_c, mask=m_c, other=0)
         is_free = (expert_of < 0) & m_c
         num_free = tl.sum(is_free.to(tl.int32))
@@ -212,9 +214,9 @@ def plan_gather_kernel(
         tl.store(state + CLOCK, now + 1)
         tl.store(state + ARRIVED, 0)
         if POLICY == "adv":
-            o_j = tl.arange(0, 8)
-            bits = worth.to(tl.int32, bitcast=True)
-            tl.store(state + WORTH + o_j, bits, mask=o_j < NUM_SHADOWS)
+            o_j = tl.arange(0, NUM_PLAYED)
+            tl.store(state + WORTH + o_j, worth.to(tl.int32, bitcast=True))
+            tl.store(state + REGRET, regret.to(tl.int32, bitcast=True))
             adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS, RULES)
             tl.store(last_use_at + o_e, last_use, mask=m_e)
             add_shadow_hits(counters, shadow_hits)
