@@ -66,6 +66,10 @@ def prefill_table() -> str:
     return "\n".join(lines)
 
 
+def _median(seconds: dict[str, float]) -> str:
+    return f"{seconds['median']:.2f}"
+
+
 def load_table() -> str:
     results = load("core-load")
     names = {
@@ -77,6 +81,9 @@ def load_table() -> str:
     for way, row in results["ways"].items():
         seconds, memory = row["seconds"]["median"], row["over_torch"] / 1e9
         lines.append(f"| {names[way]} | {seconds:.2f} | {memory:.2f} GB |")
+    if cold := results.get("cold"):
+        lines.append(f"| the same, files not in the page cache | {_median(cold['ram'])} | |")
+        lines.append(f"| a plain read of those files | {_median(cold['read'])} | |")
     return "\n".join(lines)
 
 

@@ -30,16 +30,24 @@ class PageLockError(HostMemoryError):
     """The system has the memory, but does not page-lock it.
 
     Attributes:
-        cause: what was refused, and how.
+        nbytes: how much was refused.
+        refusal: in what words.
     """
 
     def __init__(self, nbytes: int, refusal: str) -> None:
-        self.cause = f"page-locking {format_bytes(nbytes)} of host memory was refused ({refusal})"
-        super().__init__(f"{self.cause}: {_RAISE_LIMIT}, or {_KEEP_IN_FILE}")
+        super().__init__(
+            f"page-locking {format_bytes(nbytes)} of host memory was refused ({refusal}): "
+            f"{_RAISE_LIMIT}, or {_KEEP_IN_FILE}"
+        )
+        self.nbytes = nbytes
+        self.refusal = refusal
 
-    def needed_by(self, what: str, otherwise: str) -> HostMemoryError:
-        """The error for who needs it: `what`, and what to do without."""
-        return HostMemoryError(f"{what}, and {self.cause}: {_RAISE_LIMIT}, or {otherwise}")
+    def needed_by(self, option: str, otherwise: str) -> HostMemoryError:
+        """The error where an option cannot do without, and what to do instead."""
+        return HostMemoryError(
+            f"{option} needs page-locked memory, and page-locking {format_bytes(self.nbytes)} of "
+            f"it was refused ({self.refusal}): {_RAISE_LIMIT}, or {otherwise}"
+        )
 
 
 class HostBuffer:

@@ -94,7 +94,7 @@ class ParallelReader:
             if count == 0:
                 raise CheckpointError(
                     f"{run[0].path}: ends at byte {place + num_read}, where tensors were when "
-                    "loading began: let nobody write to it, or download it again"
+                    "loading began: download it again, and leave it alone while it loads"
                 )
             num_read += count
             buffers = _rest(buffers, count)

@@ -164,7 +164,7 @@ class StoreMaker:
 
     def _refused(self, error: PageLockError) -> HostMemoryError:
         option = option_for_kernels(self.cache)
-        return error.needed_by(f"{option} needs page-locked memory", f"do without {option}")
+        return error.needed_by(str(option), "leave that option out")
 
 
 class Filling:

@@ -236,8 +236,7 @@ class ModelCaches:
                 return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
             return CPUBackingStore.from_tensors(tensors, pin=is_gpu)
         except PageLockError as error:
-            needs = f"{flag('size')} needs page-locked memory"
-            raise error.needed_by(needs, "leave the cache off") from error
+            raise error.needed_by(flag("size"), "leave the cache off") from error
 
     def _capacity(self, store: Store) -> int:
         assert self._plan is not None, "made when the first layer came"
