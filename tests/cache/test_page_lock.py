@@ -1,4 +1,4 @@
-"""Page-locking that is refused: nothing half done, nothing left behind, and lower tiers."""
+"""Page-locking that is refused: nothing half done, nothing left behind, and lower held."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fake_cudart import FakeRuntime
-from hotexperts.cache import CPUBackingStore, host_memory, numa, tiers
+from hotexperts.cache import CPUBackingStore, held, host_memory, numa
 from hotexperts.cache.host_memory import HostBuffer, PageLockError
-from hotexperts.cache.page_lock import Tier, lock
+from hotexperts.cache.page_lock import Held, lock
 from hotexperts.formats import ExpertLayout, TensorSpec
 
 CPU = torch.device("cpu")
@@ -52,19 +52,19 @@ def test_a_page_lock_ends_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> No
     runtime = use(monkeypatch, FakeRuntime())
     buffer = HostBuffer(4096, pin=True)
     assert runtime.locked == {buffer.bytes.data_ptr(): 4096}
-    assert (buffer.tier, buffer.refusal) == (Tier.PAGE_LOCKED, None)
+    assert (buffer.held, buffer.refusal) == (Held.PAGE_LOCKED, None)
     del buffer
     assert runtime.locked == {}
 
 
-@pytest.mark.parametrize("second", [Tier.LOCKED, Tier.PAGEABLE])
+@pytest.mark.parametrize("second", [Held.LOCKED, Held.PAGEABLE])
 def test_a_refusal_steps_back_where_that_will_do(
-    second: Tier, monkeypatch: pytest.MonkeyPatch
+    second: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = use(monkeypatch, FakeRuntime(num_granted=1))
     monkeypatch.setattr(host_memory, "lock", lambda address, nbytes: second)
     first, other = (HostBuffer(4096, pin=True, steps_back=True) for _ in range(2))
-    assert (first.tier, other.tier) == (Tier.PAGE_LOCKED, second)
+    assert (first.held, other.held) == (Held.PAGE_LOCKED, second)
     assert str(other.refusal).startswith("CUDA error 2; RLIMIT_MEMLOCK is ")
     assert (list(runtime.locked), runtime.last_error) == ([first.bytes.data_ptr()], 0)
     del other
@@ -75,9 +75,9 @@ def test_memory_is_kept_from_being_swapped_out() -> None:
     pages = mmap.mmap(-1, 1 << 16)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     before = locked_kib()
-    assert lock(address, 1 << 16) is Tier.LOCKED
+    assert lock(address, 1 << 16) is Held.LOCKED
     assert locked_kib() - before == 64
-    assert lock(mmap.PAGESIZE, 4096) is Tier.PAGEABLE  # nothing is mapped there
+    assert lock(mmap.PAGESIZE, 4096) is Held.PAGEABLE  # nothing is mapped there
 
 
 def locked_kib() -> int:
@@ -85,15 +85,15 @@ def locked_kib() -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmLck"))
 
 
-def test_without_a_gpu_nothing_is_said_of_tiers() -> None:
-    assert tiers.settle([CPUBackingStore(LAYOUT, 4)], None, CPU) == ""
+def test_without_a_gpu_nothing_is_said() -> None:
+    assert held.settle([CPUBackingStore(LAYOUT, 4)], None, CPU) == ""
 
 
 def test_page_locked_rows_need_no_bounce(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeRuntime())
     stores = make_stores(3)
-    assert tiers.settle(stores, object(), CPU) == "page-locked"
-    assert tiers.refusal(stores) is None
+    assert held.settle(stores, object(), CPU) == "page-locked"
+    assert held.refusal(stores) is None
     assert [store.bounce for store in stores] == [None] * 3
 
 
@@ -105,29 +105,29 @@ def test_the_faster_way_to_copy_is_taken(
     bounced_gb_s: float, wins: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, FakeRuntime(quota=2 * ROWS_NBYTES))
-    monkeypatch.setattr(host_memory, "lock", lambda address, nbytes: Tier.LOCKED)
+    monkeypatch.setattr(host_memory, "lock", lambda address, nbytes: Held.LOCKED)
     stores, bounce = make_stores(3), object()
 
     def measure(store: Any, device: torch.device) -> float:
         return 5.0 if store.bounce is None else bounced_gb_s
 
-    monkeypatch.setattr(tiers, "measure", measure)
-    text = tiers.settle(stores, bounce, CPU)
+    monkeypatch.setattr(held, "measure", measure)
+    text = held.settle(stores, bounce, CPU)
     assert text.startswith("4 KiB page-locked, 2 KiB locked; what is not")
     assert said in text
     assert "(CUDA error 2; RLIMIT_MEMLOCK is " in text
-    assert tiers.refusal(stores) == stores[2].buffer.refusal
+    assert held.refusal(stores) == stores[2].buffer.refusal
     assert [store.bounce for store in stores] == [None, None, bounce if wins else None]
 
 
-def test_every_tier_holds_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_memory_holds_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeRuntime(quota=ROWS_NBYTES))
     for i, store in enumerate(make_stores(2)):
         target = [torch.empty(s.shape, dtype=s.dtype) for s in LAYOUT.specs]
         store.copy_into(2, target)
         assert target[0].flatten().tolist() == [24.0 + k + 100 * i for k in range(12)]
         assert (target[1].shape, target[2].item()) == ((0, 4), 2.0 + i)
-    assert tiers.measure(store, CPU) > 0
+    assert held.measure(store, CPU) > 0
 
 
 @pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_a_bounce_carries_the_same_bytes_and_launches_go_on() -> None:
     assert status != 0
     host_memory.page_lock(real, rows[1].bytes.data_ptr(), 8192)  # refused too, and forgotten
     assert torch.ones(3, device="cuda").sum().item() == 3
-    bounce = tiers.reserve_bounce(LAYOUT.row_nbytes)
+    bounce = held.reserve_bounce(LAYOUT.row_nbytes)
     assert bounce is not None
     (store,) = make_stores(1)
     store.bounce = bounce
@@ -195,4 +195,4 @@ def test_a_buffer_says_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "prefer", lambda node, address, n: not asked.append((node, n)))
     store = CPUBackingStore(LAYOUT, 4, pin=True)
     assert asked == [(1, ROWS_NBYTES)]
-    assert tiers.settle([store], None, CPU) == "page-locked, on NUMA node 1"
+    assert held.settle([store], None, CPU) == "page-locked, on NUMA node 1"

@@ -1,4 +1,4 @@
-"""Loading where page-locking is refused: lower tiers, the same logits, or a clear stop.
+"""Loading where page-locking is refused: lesser memory, the same logits, or a clear stop.
 
 A fake CUDA runtime locks the stores of a model whose slots are on the CPU.
 """
@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import hotexperts.transformers as hot
 from fake_cudart import FakeRuntime
-from hotexperts.cache import CPUBackingStore, tiers
+from hotexperts.cache import CPUBackingStore, held
 from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.errors import HostMemoryError
-from hotexperts.integrations.transformers import stores
+from hotexperts.integrations.transformers import store_maker
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
@@ -36,8 +36,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     """One layer of the two may be page-locked."""
     fake = FakeRuntime(num_granted=1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(stores.StoreMaker, "_is_gpu", True)
-    monkeypatch.setattr(stores, "reserve_bounce", lambda row_nbytes: None)
+    monkeypatch.setattr(store_maker.StoreMaker, "_is_gpu", True)
+    monkeypatch.setattr(store_maker, "reserve_bounce", lambda row_nbytes: None)
     return fake
 
 
@@ -112,7 +112,7 @@ def test_packed_rows_give_way_to_plain_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first grant is for a layer on its way; a layer whose packed rows are refused keeps it."""
-    monkeypatch.setattr(stores, "packs", lambda *args, **more: True)
+    monkeypatch.setattr(store_maker, "packs", lambda *args, **more: True)
     runtime.num_granted = num_granted
     model = load(olmoe)
     made = [p.store for p in model.expert_cache.providers]
@@ -131,8 +131,8 @@ def test_bounce_rows_are_reserved_before_the_quota_is_used_up(
         seen.append(len(runtime.locked))
         return object()
 
-    monkeypatch.setattr(stores, "reserve_bounce", reserve)
-    monkeypatch.setattr(tiers, "measure", lambda store, device: 1.0 if store.bounce is None else 2)
+    monkeypatch.setattr(store_maker, "reserve_bounce", reserve)
+    monkeypatch.setattr(held, "measure", lambda store, device: 1.0 if store.bounce is None else 2)
     cache = load(olmoe).expert_cache
     assert seen == [0]
     assert "copied through page-locked rows at 2.0 GB/s" in cache.held
@@ -143,5 +143,5 @@ def test_no_bounce_where_even_that_is_refused(monkeypatch: pytest.MonkeyPatch) -
     def refuse(row_nbytes: int) -> None:
         raise PageLockError(row_nbytes, "CUDA error 2")
 
-    monkeypatch.setattr(tiers, "PinnedBounce", refuse)
-    assert tiers.reserve_bounce(4096) is None
+    monkeypatch.setattr(held, "PinnedBounce", refuse)
+    assert held.reserve_bounce(4096) is None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hotexperts.cache import numa
-from hotexperts.cache.page_lock import Tier, lock, page_lock
+from hotexperts.cache.page_lock import Held, lock, page_lock
 from hotexperts.config import format_bytes
 from hotexperts.errors import HostMemoryError
 
@@ -64,7 +64,7 @@ class HostBuffer:
 
     Attributes:
         bytes: uint8 `[nbytes]`.
-        tier: how the memory is held.
+        held: how the memory is held.
         refusal: why it is not page-locked; None where it is, or was not to be.
         node: the NUMA node that it was asked from; None where the system chooses.
 
@@ -84,7 +84,7 @@ class HostBuffer:
         with suppress(OSError):  # a kernel without huge pages: slower, not wrong
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        self.tier = Tier.PAGEABLE
+        self.held = Held.PAGEABLE
         self.refusal: str | None = None
         self.node: int | None = None
         if pin:
@@ -100,11 +100,11 @@ class HostBuffer:
         address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
         self.refusal = page_lock(cudart, address, nbytes)
         if self.refusal is None:
-            self.tier = Tier.PAGE_LOCKED
+            self.held = Held.PAGE_LOCKED
             unregister = weakref.finalize(self, _unlock, cudart, address)
             unregister.atexit = False  # the process's end frees it, after the CUDA context is gone
         elif steps_back:
-            self.tier = lock(address, nbytes)
+            self.held = lock(address, nbytes)
         else:
             raise PageLockError(nbytes, self.refusal)
 

@@ -16,7 +16,7 @@ from hotexperts.config import format_bytes
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-class Tier(Enum):
+class Held(Enum):
     """How host memory is held, the best first."""
 
     PAGE_LOCKED = "page-locked"  # kernels and the copy engine read it
@@ -61,11 +61,11 @@ def _loaded_runtime() -> Any:
     return None
 
 
-def lock(address: int, nbytes: int) -> Tier:
+def lock(address: int, nbytes: int) -> Held:
     """Keep memory that was not page-locked from being swapped out, where the system allows it."""
     libc = ctypes.CDLL(None)
     is_locked = libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
-    return Tier.LOCKED if is_locked else Tier.PAGEABLE
+    return Held.LOCKED if is_locked else Held.PAGEABLE
 
 
 def memlock_limit() -> str:

@@ -10,7 +10,7 @@ import torch
 
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.host_memory import HostBuffer
-from hotexperts.cache.page_lock import Tier
+from hotexperts.cache.page_lock import Held
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather.packed12 import Packing
@@ -86,7 +86,7 @@ class CPUBackingStore:
 
     Attributes:
         buffer: the memory that the rows are in.
-        bounce: page-locked rows to copy through where these are not; see `tiers.settle`.
+        bounce: page-locked rows to copy through where these are not; see `held.settle`.
         rows: the bytes.
         form: how a row lies in them.
         tensors: named tuple of typed views `[E, *shape]` into `rows`.
@@ -165,7 +165,7 @@ class CPUBackingStore:
     @property
     def is_pinned(self) -> bool:
         """Whether the GPU reads the rows itself."""
-        return self.buffer.tier is Tier.PAGE_LOCKED
+        return self.buffer.held is Held.PAGE_LOCKED
 
     def row(self, expert: int) -> list[torch.Tensor]:
         """Typed views of one row."""

@@ -37,7 +37,7 @@ from hotexperts.integrations.transformers.modules import (
     take_parameters,
 )
 from hotexperts.integrations.transformers.positions import within_positions
-from hotexperts.integrations.transformers.stores import StoreMaker, make_stores, on
+from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
 
 Progress = Callable[[int, int], None]
 

@@ -12,10 +12,10 @@ import torch
 from hotexperts.cache import CPUBackingStore, ExpertStore
 from hotexperts.cache.device_mode import choose_mode, option_for_kernels
 from hotexperts.cache.file_store import PinnedBounce
+from hotexperts.cache.held import refusal, reserve_bounce, settle
 from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore, packs
 from hotexperts.cache.parallel_read import ParallelReader
-from hotexperts.cache.tiers import refusal, reserve_bounce, settle
 from hotexperts.config import CacheConfig
 from hotexperts.errors import HostMemoryError
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint

@@ -10,7 +10,7 @@ import torch
 
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.host_memory import PageLockError
-from hotexperts.cache.page_lock import Tier
+from hotexperts.cache.page_lock import Held
 from hotexperts.cache.store import CPUBackingStore, ExpertStore
 from hotexperts.config import format_bytes
 
@@ -36,7 +36,7 @@ def settle(stores: Sequence[ExpertStore], bounce: PinnedBounce | None, device: t
     Returns:
         How host memory is held, for a report; empty where no GPU reads it.
     """
-    others = [x for x in _held(stores) if not x.is_pinned]
+    others = [x for x in _in_memory(stores) if not x.is_pinned]
     if not others or others[0].buffer.refusal is None:
         return _describe(stores)
     speed, how = measure(others[0], device), "directly"
@@ -67,7 +67,9 @@ def measure(store: CPUBackingStore, device: torch.device) -> float:
 
 def refusal(stores: Sequence[ExpertStore]) -> str | None:
     """Why kernels cannot read all of the rows; None where they can, or no GPU is to."""
-    return next((x.buffer.refusal for x in _held(stores) if x.buffer.refusal is not None), None)
+    return next(
+        (x.buffer.refusal for x in _in_memory(stores) if x.buffer.refusal is not None), None
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -75,22 +77,22 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _held(stores: Sequence[ExpertStore]) -> list[CPUBackingStore]:
+def _in_memory(stores: Sequence[ExpertStore]) -> list[CPUBackingStore]:
     return [store for store in stores if isinstance(store, CPUBackingStore)]
 
 
 def _describe(stores: Sequence[ExpertStore]) -> str:
-    nbytes: Counter[Tier] = Counter()
+    nbytes: Counter[Held] = Counter()
     nodes = set()
     for store in stores:
         buffer = getattr(store, "buffer", None)
         if buffer is not None:
-            nbytes[buffer.tier] += store.host_nbytes
+            nbytes[buffer.held] += store.host_nbytes
             nodes.add(buffer.node)
-    if not nbytes or (refusal(stores) is None and nbytes[Tier.PAGEABLE]):  # no GPU
+    if not nbytes or (refusal(stores) is None and nbytes[Held.PAGEABLE]):  # no GPU
         return ""
-    tiers = [tier for tier in Tier if nbytes[tier]]
-    amounts = [f"{format_bytes(nbytes[t])} " if len(tiers) > 1 else "" for t in tiers]
-    text = ", ".join(f"{n}{tier.value}" for n, tier in zip(amounts, tiers, strict=True))
+    kinds = [kind for kind in Held if nbytes[kind]]
+    amounts = [f"{format_bytes(nbytes[kind])} " if len(kinds) > 1 else "" for kind in kinds]
+    text = ", ".join(f"{n}{kind.value}" for n, kind in zip(amounts, kinds, strict=True))
     numbers = sorted(node for node in nodes if node is not None)
     return text + (f", on NUMA node {', '.join(map(str, numbers))}" if numbers else "")
