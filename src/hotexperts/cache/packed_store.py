@@ -47,8 +47,8 @@ class PackedBackingStore:
         self.num_experts = num_experts
         self.form = form
         self.is_pinned = pin
-        self._buffer = HostBuffer(num_experts * form.row_nbytes, pin=pin)
-        self.rows = self._buffer.bytes.view(num_experts, form.row_nbytes)
+        self.buffer = HostBuffer(num_experts * form.row_nbytes, pin=pin)
+        self.rows = self.buffer.bytes.view(num_experts, form.row_nbytes)
 
     @classmethod
     @torch.no_grad()

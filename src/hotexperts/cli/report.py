@@ -173,12 +173,12 @@ def _device_memory(memory: Data) -> str:
 
 def _host_memory(data: Data) -> str:
     memory, seconds = data["memory"], data["seconds"]["load"]
-    report = data["cache"]["packing_report"]
-    packed = f", {report}" if report else ""
+    notes = (data["cache"]["packing_report"], data["cache"]["held"])
+    said = "".join(f", {note}" for note in notes if note)
     where = (
-        f"{format_bytes(memory['host_nbytes'])} of experts in host memory{packed}"
+        f"{format_bytes(memory['host_nbytes'])} of experts in host memory{said}"
         if data["cache"]["store"] == "ram"
-        else f"{format_bytes(memory['expert_nbytes'])} of experts left in the checkpoint file"
+        else f"{format_bytes(memory['expert_nbytes'])} of experts left in the checkpoint file{said}"
     )
     return f"{where}; loaded in {seconds:.1f} s"
 

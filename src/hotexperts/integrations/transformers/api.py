@@ -84,7 +84,7 @@ def load(
         kv_tokens: tokens (context x batch) of KV cache that a budget leaves room for; None is
             4096, or as many as the model has positions where those are fewer.
         check_host_memory: refuse before loading where the host seems to have too little memory.
-        progress: called with (experts loaded, experts in all).
+        progress: called with (bytes of experts loaded, bytes in all).
         auto_class: the class whose `from_pretrained` loads; None is `AutoModelForCausalLM`.
         **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...); names of
             the configuration change its values. Remote code is refused unless

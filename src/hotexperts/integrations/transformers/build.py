@@ -34,6 +34,7 @@ from hotexperts.sizing import (
 
 if TYPE_CHECKING:
     from hotexperts.integrations.transformers.load import LoadOptions
+    from hotexperts.integrations.transformers.store_maker import Stores
 
 AUTO_SHARE = 0.9  # of the free memory
 WORKSPACE_BYTES = 256 * 2**20  # activations of a prefill chunk and the matrix library's scratch
@@ -42,7 +43,7 @@ WORKSPACE_BYTES = 256 * 2**20  # activations of a prefill chunk and the matrix l
 def attach_stores(
     model: Any,
     found: Sequence[ExpertsModule],
-    stores: Sequence[ExpertStore],
+    made: Stores,
     plan: SizePlan,
     options: LoadOptions,
     device: torch.device,
@@ -53,17 +54,18 @@ def attach_stores(
     Args:
         model: parameters other than experts on `device`.
         found: its experts modules.
-        stores: one a module.
+        made: their stores, one a module.
         plan: the capacity.
         options: the user's choices.
         device: where slots go.
         start: `time.perf_counter()` when loading began.
     """
-    turn = Turn(device)
+    stores, turn = made.of_layers, Turn(device)
     banks = _make_banks(found, stores, plan.capacity, device)
     providers: list[StreamingProvider] = []
     layers: list[CachedExperts] = []
-    chosen = choose_mode(options.cache, [store.layout for store in stores], device)
+    layouts = [store.layout for store in stores]
+    chosen = choose_mode(options.cache, layouts, device, is_refused=made.refusal is not None)
     lanes = make_lanes(options.cache, chosen, stores, device)
     for layer, store in zip(found, stores, strict=True):
         make_provider: Any = CachedWeightProvider
@@ -96,6 +98,7 @@ def attach_stores(
         capacity=plan.capacity,
         policy=options.cache.policy,
         store=options.cache.store,
+        held=made.held,
         mode=chosen.mode,
         mode_reason=chosen.reason,
         reason=plan.reason,

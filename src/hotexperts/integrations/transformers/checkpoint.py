@@ -17,6 +17,7 @@ import torch
 
 from hotexperts.cache import FileStore
 from hotexperts.cache.file_store import PinnedBounce
+from hotexperts.cache.parallel_read import Span
 from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError
 from hotexperts.integrations.transformers import compat
@@ -27,6 +28,7 @@ from hotexperts.integrations.transformers.sources import (
     Source,
     expert_number,
     one_expert,
+    place,
     view,
 )
 
@@ -108,6 +110,30 @@ class ExpertCheckpoint:
         store.check(0)
         return store
 
+    def spans(self, experts: ExpertsModule, rows: torch.Tensor) -> list[Span] | None:
+        """Where each byte of a layer's rows is read from, of a layer that `store` has checked.
+
+        Args:
+            experts: the layer.
+            rows: uint8 `[E, row_nbytes]`, for the spans to go to.
+
+        Returns:
+            None where rows are more than the files' bytes in another order.
+        """
+        found: list[Span] = []
+        specs, offsets = experts.layout.specs, experts.layout.offsets
+        for spec, offset in zip(specs, offsets, strict=True):
+            pieces = _pieces(self._entry(experts, spec.name))
+            if pieces is None or any(s.dtype != spec.dtype for p in pieces for s in p):
+                return None
+            for expert in range(experts.num_experts):
+                at = offset
+                for sources in pieces:
+                    file, begin, end = place(sources, expert, experts.num_experts)
+                    found.append(Span(file.path, begin, rows[expert, at : at + end - begin]))
+                    at += end - begin
+        return found
+
     def _entry(self, experts: ExpertsModule, name: str) -> ParameterSources:
         target = f"{experts.name}.{name}"
         if target not in self._sources:
@@ -126,9 +152,9 @@ class ExpertCheckpoint:
         return entry
 
     def _reader(self, experts: ExpertsModule, name: str, entry: ParameterSources) -> Any:
-        if entry.converter is None or _only_stacks(entry.converter):
-            order = entry.by_pattern if entry.converter is None else entry.converter.source_patterns
-            return partial(_views, [entry.by_pattern[p] for p in order])
+        pieces = _pieces(entry)
+        if pieces is not None:
+            return partial(_views, pieces)
         return partial(self._convert, f"{experts.name}.{name}", entry)
 
     def _convert(self, target: str, entry: ParameterSources, expert: int) -> list[torch.Tensor]:
@@ -159,6 +185,15 @@ def _only_stacks(converter: Any) -> bool:
     if len(kinds) != len(converter.operations):
         return False
     return kinds in ([(found.merge, 0)], [(found.merge, 0), (found.concatenate, 1)])
+
+
+def _pieces(entry: ParameterSources) -> list[list[Source]] | None:
+    """What a tensor is joined from, in order; None where it takes more than joining."""
+    if entry.converter is None:
+        return list(entry.by_pattern.values())
+    if not _only_stacks(entry.converter):
+        return None
+    return [entry.by_pattern[pattern] for pattern in entry.converter.source_patterns]
 
 
 def _views(sources_of_all: list[list[Source]], expert: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ class ExpertCache:
         capacity: slots a layer.
         policy: its name.
         store: "ram" or "file".
+        held: how host memory is held, as "page-locked"; empty where no GPU reads it.
         mode: who manages them: "host" or "device".
         mode_reason: why "auto" came to the host, as "host: no CUDA device"; else None.
         reason: where the capacity comes from, one line.
@@ -35,6 +36,7 @@ class ExpertCache:
     capacity: int
     policy: str
     store: str
+    held: str
     mode: str
     mode_reason: str | None
     reason: str

@@ -20,10 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hotexperts.cache import CPUBackingStore, ExpertStore
-from hotexperts.cache.device_mode import choose_mode
-from hotexperts.cache.file_store import PinnedBounce
-from hotexperts.cache.packed_store import PackedBackingStore, packs
+from hotexperts.cache import ExpertStore
 from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
@@ -40,6 +37,7 @@ from hotexperts.integrations.transformers.modules import (
     take_parameters,
 )
 from hotexperts.integrations.transformers.positions import within_positions
+from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
 
 Progress = Callable[[int, int], None]
 
@@ -53,7 +51,7 @@ class LoadOptions:
         algorithm: see `CachedExperts`.
         kv_tokens: tokens of KV cache to leave room for when the size is a budget or "auto".
         is_kv_chosen: the user gave them; else the model's positions limit them.
-        progress: called with (experts loaded, experts in all).
+        progress: called with (bytes of experts loaded, bytes in all).
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -154,45 +152,6 @@ def _load(
     return result
 
 
-def make_stores(
-    found: Sequence[ExpertsModule],
-    checkpoint: ExpertCheckpoint,
-    options: LoadOptions,
-    device: torch.device,
-    capacity: int,
-) -> list[ExpertStore]:
-    """One store a layer, in memory or in the file, as the options say."""
-    pin = device.type == "cuda"
-    is_packed = _is_packed(found, options, device, capacity)
-    if options.cache.store == "file":
-        bounce = PinnedBounce(max(x.layout.row_nbytes for x in found)) if pin else None
-        return [checkpoint.store(layer, bounce=bounce) for layer in found]
-    num_experts = sum(layer.num_experts for layer in found)
-    done = 0
-    stores: list[ExpertStore] = []
-    for layer in found:
-
-        def report(expert: int, before: int = done) -> None:
-            options.progress(before + expert + 1, num_experts)
-
-        source = checkpoint.store(layer, release_pages=True)
-        if is_packed:
-            packed = PackedBackingStore.from_store(source, device, pin=pin, after_each=report)
-            stores.append(packed)
-        else:
-            stores.append(CPUBackingStore.from_store(source, pin=pin, after_each=report))
-        done += layer.num_experts
-    return stores
-
-
-def _is_packed(
-    found: Sequence[ExpertsModule], options: LoadOptions, device: torch.device, capacity: int
-) -> bool:
-    mode = choose_mode(options.cache, [layer.layout for layer in found], device)
-    is_full = capacity >= max(layer.num_experts for layer in found)
-    return packs(options.cache, mode, device, is_full=is_full)
-
-
 def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     """Move a loaded model's experts into stores, one layer at a time, and cache them."""
     start = time.perf_counter()
@@ -210,15 +169,14 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     check_early(found, options, device, largest)
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
-    stores: list[ExpertStore] = []
-    pin, is_packed = device.type == "cuda", _is_packed(found, options, device, plan.capacity)
-    for layer in found:
-        parameters = take_parameters(layer.module)
-        if is_packed:
-            stores.append(PackedBackingStore.from_tensors(parameters, device, pin=pin))
-        else:
-            stores.append(CPUBackingStore.from_tensors(parameters, pin=pin))
-        parameters.clear()
+    made: list[ExpertStore] = []
+    with on(device):
+        maker = StoreMaker.for_model(found, options.cache, device, plan.capacity)
+        for layer in found:
+            parameters = take_parameters(layer.module)
+            made.append(maker.from_tensors(parameters))
+            parameters.clear()
+        stores = maker.settled(made)
     nn.Module.to(model, device)
     experts.register()
     model.set_experts_implementation(experts.NAME)

@@ -62,7 +62,7 @@ def make_options(
         raise ConfigError(f"kv_tokens is {kv_tokens!r}: give a whole number, at least 1")
     if not callable(progress):
         raise ConfigError(
-            f"progress is {progress!r}: give a function of (experts loaded, experts in all)"
+            f"progress is {progress!r}: give a function of (bytes of experts loaded, bytes in all)"
         )
     return LoadOptions(cache, algorithm, kv_tokens, is_chosen, progress)
 

@@ -11,6 +11,7 @@ from torch import nn
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.streaming import StreamingProvider
@@ -233,9 +234,12 @@ class ModelCaches:
         is_gpu = device.type == "cuda"
         mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
         is_full = self._plan.capacity >= len(next(iter(tensors.values())))
-        if packs(self.options.cache, mode, device, is_full=is_full):
-            return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
-        return CPUBackingStore.from_tensors(tensors, pin=is_gpu)
+        try:
+            if packs(self.options.cache, mode, device, is_full=is_full):
+                return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
+            return CPUBackingStore.from_tensors(tensors, pin=is_gpu)
+        except PageLockError as error:
+            raise error.needed_by(flag("size"), "leave the cache off") from error
 
     def _capacity(self, store: Store) -> int:
         assert self._plan is not None, "made when the first layer came"
