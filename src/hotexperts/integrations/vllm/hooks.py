@@ -50,11 +50,11 @@ def _cached(method: Any, caches: Any) -> Any:
         caches.created(kwargs["layer"] if "layer" in kwargs else args[0])
 
     def process_weights_after_loading(layer: Any) -> None:
-        process(layer)
-        caches.add(layer, method)
+        caches.process(layer, method, process)
 
     method.create_weights = create_weights
     method.process_weights_after_loading = process_weights_after_loading
+    method.expert_caches = caches
     return method
 
 

@@ -31,6 +31,7 @@ _PATCHES = {
     f"{_LAYERS}.routed_experts": _Patch("hooks", "patch_layers"),
     f"{_LAYERS}.modular_kernel": _Patch("hooks", "patch_kernels"),
     f"{_LAYERS}.experts.triton_moe": _Patch("compat", "patch_tuning"),
+    "vllm.model_executor.model_loader.utils": _Patch("loading", "patch_loading"),
     "vllm.v1.engine.core": _Patch("ending", "patch_loops"),
     "vllm.v1.engine.utils": _Patch("ending", "patch_processes"),
     "vllm.v1.metrics.prometheus": _Patch("prometheus", "patch"),
