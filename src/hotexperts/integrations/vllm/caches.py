@@ -259,8 +259,11 @@ class ModelCaches:
         is_gpu = device.type == "cuda"
         mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
         is_full = self._plan.capacity >= len(next(iter(tensors.values())))
-        if packs(self.options.cache, mode, device, is_full=is_full):
-            return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
+        try:
+            if packs(self.options.cache, mode, device, is_full=is_full):
+                return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
+        except ConfigError as error:
+            raise ConfigError(f"{flag('options')}: packing: {error}") from error
         return plain or CPUBackingStore.from_tensors(tensors, pin=is_gpu)
 
     def _make_plan(
