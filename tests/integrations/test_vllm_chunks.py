@@ -16,7 +16,7 @@ from hotexperts.errors import ConfigError, UnsupportedModelError
 from hotexperts.integrations.vllm import loading, options
 from hotexperts.integrations.vllm.caches import ModelCaches
 from hotexperts.integrations.vllm.chunks import repack_in_parts
-from hotexperts.integrations.vllm.loading import PEAK, experts_at_once
+from hotexperts.integrations.vllm.loading import PEAK_OF_QUANTISED, experts_at_once, peak_nbytes
 from hotexperts.integrations.vllm.weights import per_expert_parameters
 
 E, N, H = 11, 6, 4
@@ -134,25 +134,32 @@ def test_a_gpu_that_holds_no_part_is_told_with_the_remedy() -> None:
         raise torch.OutOfMemoryError
 
     layer, method = make_layer(), method_named("Fp8MoEMethod")
-    message = r"no room to repack 3 experts.*580 B: free GPU memory"
+    message = r"no room to repack 3 experts.*1.13 KiB: free GPU memory"
     with pytest.raises(ConfigError, match=message):
         repack_in_parts(layer, method, full, 4, CPU, pin=False)
 
 
 def test_as_many_at_once_as_fit() -> None:
-    assert experts_at_once(128, 1000, 3000) == 128
-    assert experts_at_once(128, 1000, 2999) == 64  # two parts of one size, not 127 and 1
-    assert experts_at_once(128, 1000, 999) == 32  # as 42 would need four parts, too
-    assert experts_at_once(8, 1000, 0) == 3
-    assert experts_at_once(3, 1000, 0) == 3
+    assert experts_at_once(128, 3000, 3000) == 128
+    assert experts_at_once(128, 3000, 2999) == 64  # two parts of one size, not 127 and 1
+    assert experts_at_once(128, 3000, 999) == 32  # as 42 would need four parts, too
+    assert experts_at_once(8, 3000, 0) == 3
+    assert experts_at_once(3, 3000, 0) == 3
     for num_experts in range(1, 70):
         for free in range(0, 3100, 50):
-            at_once = experts_at_once(num_experts, 1000, free)
+            at_once = experts_at_once(num_experts, 3000, free)
             sizes = [len(part) for part in loading.parts(num_experts, at_once)]
             assert sum(sizes) == num_experts
             assert max(sizes) == at_once
             assert min(sizes) > 1 or num_experts == 1
-            assert at_once <= 3 or PEAK * 1000 * at_once <= free * num_experts
+            assert at_once <= 3 or 3000 * at_once <= free * num_experts
+
+
+def test_what_repacking_takes_at_most() -> None:
+    layer = make_layer()
+    assert peak_nbytes(layer) == 2 * 2116
+    layer.w13_scale = nn.Parameter(torch.zeros(E, dtype=torch.uint8), requires_grad=False)
+    assert peak_nbytes(layer) == 3 * (2116 + E)
 
 
 def test_free_memory_is_what_this_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +176,7 @@ def test_free_memory_is_what_this_process_may_take(monkeypatch: pytest.MonkeyPat
     assert loading.free_nbytes(torch.device("cuda")) == 300
 
 
-@pytest.mark.parametrize(("num_free", "is_whole"), [(3 * 2116, True), (2116, False)])
+@pytest.mark.parametrize(("num_free", "is_whole"), [(2 * 2116, True), (2116, False)])
 def test_a_layer_that_does_not_fit_is_not_moved(
     num_free: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +196,7 @@ def test_a_layer_that_does_not_fit_is_not_moved(
         assert moved == ["cuda"], "of another method, without a cache"
     layer.quant_method = SimpleNamespace(expert_caches=caches)
     with module.device_loading_context(layer, torch.device("cuda")):
-        expected = None if is_whole else (torch.device("cuda"), 3)
+        expected = None if is_whole else (torch.device("cuda"), 4)
         assert caches.in_parts == expected
         assert moved == ["cuda", "cuda"][: 1 + is_whole]
     assert caches.in_parts is None
@@ -244,5 +251,5 @@ def test_the_gpu_never_holds_more_than_a_part() -> None:
     before = torch.cuda.memory_allocated()
     found = repack_in_parts(layer, method, method.process, 8, device, pin=True)
     part_nbytes = 8 * 4 << 20
-    assert torch.cuda.max_memory_allocated() - before <= PEAK * part_nbytes + (4 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= PEAK_OF_QUANTISED * part_nbytes + (4 << 20)
     assert found.store.rows.shape[0] == 64

@@ -14,7 +14,7 @@ from hotexperts.cache.store import lay_out
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError, UnsupportedModelError
 from hotexperts.formats import ExpertLayout
-from hotexperts.integrations.vllm.loading import PEAK, parts
+from hotexperts.integrations.vllm.loading import parts, peak_nbytes
 from hotexperts.integrations.vllm.options import flag
 from hotexperts.integrations.vllm.weights import (
     is_per_expert,
@@ -193,15 +193,14 @@ def _add_rows(
 def _needs_the_gpu(layer: Any, method: Any, reason: str) -> str:
     return (
         f"{type(method).__name__} {reason} a layer in parts, and {label(layer)} does not fit the "
-        f"GPU whole {PEAK} times over: take a larger GPU, more of them (--tensor-parallel-size), "
-        "or a model in another format"
+        "GPU whole beside what repacking takes: take a larger GPU, more of them "
+        "(--tensor-parallel-size), or a model in another format"
     )
 
 
 def _too_small(layer: Any, num_here: int) -> str:
-    nbytes = sum(p.nbytes for p in layer.parameters(recurse=False))
     return (
         f"{label(layer)}: the GPU has no room to repack {num_here} experts, which takes up to "
-        f"{PEAK} times their {format_bytes(nbytes)}: free GPU memory, split the model "
+        f"{format_bytes(peak_nbytes(layer))}: free GPU memory, split the model "
         f"(--tensor-parallel-size), or run it without {flag('size')}"
     )

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-PEAK = 3  # times the bytes of what is repacked: as loaded, repacked, and in between
+from hotexperts.integrations.vllm.weights import is_quantised
+
+PEAK = 2  # times the bytes of what is repacked: as loaded, and in slots and banks
+PEAK_OF_QUANTISED = 3  # as loaded, repacked, and in between
 LEAST = 3  # experts at a time: then no part is of one, whose tensors look like those of a layer
 
 
@@ -20,12 +23,12 @@ def experts_at_once(num_experts: int, nbytes: int, free_nbytes: int) -> int:
 
     Args:
         num_experts: of the layer.
-        nbytes: of all of them.
+        nbytes: that all of them take at the peak.
         free_nbytes: on the GPU.
     """
-    if nbytes * PEAK <= free_nbytes or num_experts <= LEAST:
+    if nbytes <= free_nbytes or num_experts <= LEAST:
         return num_experts
-    most = max(LEAST, num_experts * free_nbytes // (PEAK * nbytes))
+    most = max(LEAST, num_experts * free_nbytes // nbytes)
     return -(-num_experts // -(-num_experts // most))  # so many parts need no more
 
 
@@ -65,8 +68,14 @@ def patch_loading(module: Any) -> None:
 
 def at_once_of(layer: Any, device: torch.device) -> int:
     """How many of a loaded layer's experts are repacked at once on a GPU."""
-    nbytes = sum(p.nbytes for p in layer.parameters(recurse=False))
-    return experts_at_once(layer.local_num_experts, nbytes, free_nbytes(device))
+    return experts_at_once(layer.local_num_experts, peak_nbytes(layer), free_nbytes(device))
+
+
+def peak_nbytes(layer: Any) -> int:
+    """What repacking a layer takes at most."""
+    parameters = list(layer.parameters(recurse=False))
+    peak = PEAK_OF_QUANTISED if any(map(is_quantised, parameters)) else PEAK
+    return peak * sum(p.nbytes for p in parameters)
 
 
 @contextmanager

@@ -114,6 +114,11 @@ def _unknown(layer: nn.Module, name: str, tensor: torch.Tensor) -> str:
     )
 
 
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds numbers of eight bits or fewer."""
+    return tensor.dtype.itemsize == 1 or tensor.dtype == torch.int32
+
+
 def label(layer: nn.Module) -> str:
     """A layer for messages."""
     return f"{type(layer).__name__} ({getattr(layer, 'layer_name', '?')})"
