@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -165,10 +167,18 @@ def complete(url: str, path: Path, key: str = "none") -> list[str]:
         return json.load(answer)["choices"][0]["logprobs"]["tokens"]
 
 
-def serve_with(path: Path, files: dict[str, str]) -> tuple[str, ...]:
-    flags = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
-    options = ("--moe-expert-cache-size", "16", "--moe-expert-cache-options", json.dumps(files))
-    return (*VLLM_SERVE, str(path), *flags, *options)
+ON_CPU = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
+
+
+def options_of(files: dict[str, str]) -> tuple[str, str]:
+    return "--moe-expert-cache-options", json.dumps(files)
+
+
+def run_in_shell(line: str, documented_url: str, url: str) -> str:
+    assert documented_url in line
+    line = line.replace(documented_url, url)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout
 
 
 def misses_from(state: str, path: Path) -> int:
@@ -183,17 +193,36 @@ def misses_from(state: str, path: Path) -> int:
     return sum(layer["misses"] for layer in (stats_of(llm) or {}).values())
 
 
+def documented() -> tuple[str, list[str]]:
+    """The command that README.md and docs/vllm.md give for a server, and what they ask it."""
+    root = Path(__file__).parents[2]
+    found = [
+        re.findall(r"```\n(vllm serve MODEL --moe-expert-cache-size \d+)\n(curl.*?)```", text, re.S)
+        for text in ((root / name).read_text() for name in ("README.md", "docs/vllm.md"))
+    ]
+    assert found[0] == found[1]
+    ((serve, asked),) = found[0]
+    return serve, asked.replace("\\\n", "").splitlines()
+
+
 def test_a_server_answers_over_http(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Engine and server are processes of their own; the flag reaches them all, and the engine's
-    counters come back in the server's metrics. It leaves a trace and a state."""
+    counters come back in the server's metrics. It leaves a trace and a state. The commands are
+    those of the documents, with a model, a port and what a CPU needs."""
     path = checkpoint("qwen3")
     files = {"trace": str(tmp_path / "routing.npz"), "state": str(tmp_path / "state")}
-    with serving(serve_with(path, files)) as url:
+    serve, asked = documented()
+    command = shlex.split(serve.replace("MODEL", str(path)))
+    with serving((VLLM_SERVE[0], *command[1:], *ON_CPU, *options_of(files))) as url:
         found = complete(url, path)
         time.sleep(1.1)  # counters are published once a second
         complete(url, path)
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        completion, metrics = (
+            run_in_shell(line.replace("MODEL", str(path)), "http://localhost:8000", url)
+            for line in asked
+        )
+    usage = json.loads(completion)["usage"]
+    lines = metrics.splitlines()
     counters = dict(line.rsplit(" ", 1) for line in lines if line.startswith("hotexperts_"))
     assert float(counters['hotexperts_misses_total{rank="0"}']) > 0
     assert float(counters['hotexperts_hits_total{rank="0"}']) > 0
@@ -202,8 +231,10 @@ def test_a_server_answers_over_http(checkpoint: Checkpoint, tmp_path: Path) -> N
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
     trace = read_trace(files["trace"])
     phases = [0] * len(PROMPTS[0]) + [1] * 11  # the twelfth token is not fed
-    assert trace.phase.tolist() == 2 * phases
-    assert trace.seq.tolist() == [0] * len(phases) + [1] * len(phases)
+    for seq in (0, 1):
+        assert trace.phase[trace.seq == seq].tolist() == phases
+    asked_for = [0] * usage["prompt_tokens"] + [1] * (usage["completion_tokens"] - 1)
+    assert trace.phase[trace.seq == 2].tolist()[: len(asked_for)] == asked_for
     assert misses_from(files["state"], path) == 0
 
 
@@ -214,7 +245,8 @@ def test_what_a_server_leaves_however_it_ends(
     """Killed, it leaves what it had saved after the first step at least, and whole files."""
     path = checkpoint("qwen3")
     files = {"trace": str(tmp_path / "routing.npz"), "state": str(tmp_path / "state")}
-    with serving(serve_with(path, files), end) as url:
+    command = (*VLLM_SERVE, str(path), "--moe-expert-cache-size", "16")
+    with serving((*command, *ON_CPU, *options_of(files)), end) as url:
         complete(url, path)
         time.sleep(1)  # for the thread that writes
     trace = read_trace(files["trace"])

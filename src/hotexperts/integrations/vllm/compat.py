@@ -55,6 +55,9 @@ HOOKED: dict[str, dict[str, list[str]]] = {
     "vllm.model_executor.layers.fused_moe.experts.triton_moe": {
         "try_get_optimal_moe_config": ["w1_shape", "w2_shape"],
     },
+    "vllm.model_executor.model_loader.utils": {
+        "device_loading_context": ["module", "target_device"],
+    },
     "vllm.v1.engine.core": {
         "DPEngineCoreProc.run_busy_loop": ["self"],
         "EngineCoreProc.run_busy_loop": ["self"],

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hotexperts.errors import UnsupportedOperationError
+from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
 from hotexperts.integrations.vllm import options
 from hotexperts.integrations.vllm.compat import DIALECTS, check_loaded_names
 from hotexperts.integrations.vllm.options import flag
+from hotexperts.integrations.vllm.plugin import check_patched
 
 # Caches of this process's models, a draft model's among them; each lives as long as its model.
 _models: list[weakref.ref[Any]] = []
@@ -32,6 +33,7 @@ def patch_layers(module: Any) -> None:
             return method
         if not is_checked:
             check_loaded_names()
+            check_patched()
             is_checked = True
         return _cached(method, caches_of(config, wanted))
 
@@ -42,6 +44,8 @@ def _cached(method: Any, caches: Any) -> Any:
     import torch
 
     caches.num_expected += 1
+    if getattr(method, "expert_caches", None) is caches:
+        return method  # of another layer, too
     create, process = method.create_weights, method.process_weights_after_loading
 
     def create_weights(*args: Any, **kwargs: Any) -> None:
@@ -50,11 +54,11 @@ def _cached(method: Any, caches: Any) -> Any:
         caches.created(kwargs["layer"] if "layer" in kwargs else args[0])
 
     def process_weights_after_loading(layer: Any) -> None:
-        process(layer)
-        caches.add(layer, method)
+        caches.process(layer, method, process)
 
     method.create_weights = create_weights
     method.process_weights_after_loading = process_weights_after_loading
+    method.expert_caches = caches
     return method
 
 
@@ -88,6 +92,7 @@ def patch_workers(module: Any) -> None:
         return [caches for caches in models() if caches.config is config]
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_cached(self.vllm_config, ours(self))
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in models():
             caches.reset()
@@ -152,6 +157,22 @@ def patch_workers(module: Any) -> None:
     wrapper.reload_weights = reload_weights
     wrapper.save_expert_cache_state = save_expert_cache_state
     wrapper.shutdown = functools.wraps(stop)(shutdown)
+
+
+def check_cached(config: Any, found: list[Any]) -> None:
+    """Refuse a loaded model of which no layer has the cache that was asked for.
+
+    Raises:
+        UnsupportedModelError: its experts are in layers of another kind than vLLM's
+            `RoutedExperts`. A stage of a pipeline may have none.
+    """
+    if wanted_by(config) is None or any(caches.layers for caches in found):
+        return
+    if config.parallel_config.pipeline_parallel_size == 1:
+        raise UnsupportedModelError(
+            f"{config.model_config.model} has its experts in layers that vLLM does not share among "
+            f"models, so that none has a cache: run it without {flag('size')}"
+        )
 
 
 def current_config() -> Any:
