@@ -12,12 +12,13 @@ from hotexperts.bench.earlier import read_earlier
 from hotexperts.bench.shapes import SHAPES, find_shape
 from hotexperts.cli import console, lists, options
 from hotexperts.cli.bench_report import bench_report
-from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 
 _OF_SHAPES = {"layers", "traces", "sequences"}
-_OF_MODELS = {"dtype", "expert_store", "domain", "trust_remote_code"}
+_OF_DISK = {"expert_ram_gib", "expert_ram_policy", "expert_pack"}
+_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code"}
 
 
 def bench(
@@ -77,6 +78,9 @@ def bench(
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
@@ -119,11 +123,15 @@ def bench(
         domains = lists.split("--domain", domain, list(DOMAINS))
         for each in domains:
             lists.check_choice("--domain", each, list(DOMAINS))
+        options.check_fixed_store(expert_store)
         load_options = options.load_options(
             device=device,
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,

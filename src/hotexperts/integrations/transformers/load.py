@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -31,7 +31,6 @@ from hotexperts.integrations.transformers.build import (
     attach_stores,
     check_early,
     plan_capacity,
-    store_nbytes,
 )
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.modules import (
@@ -40,8 +39,10 @@ from hotexperts.integrations.transformers.modules import (
     take_parameters,
 )
 from hotexperts.integrations.transformers.positions import within_positions
+from hotexperts.integrations.transformers.tiers import Tier, choose_tier, disk_stores
 
 Progress = Callable[[int, int], None]
+Instead = Callable[[Sequence[ExpertsModule], ExpertCheckpoint, Sequence[Path]], NoReturn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,13 @@ class Pending:
     Attributes:
         options: the user's choices.
         found_files: whether Transformers has found the configuration and every file.
+        instead: called with the experts, their checkpoint and its files, and nothing is loaded
+            then: it does not return.
     """
 
     options: LoadOptions
     found_files: bool = False
+    instead: Instead | None = None
 
 
 _pending: ContextVar[Pending | None] = ContextVar("hotexperts_pending_load", default=None)
@@ -95,17 +99,17 @@ def install(options: LoadOptions) -> None:
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
-        return _load(original, pending.options, model, state_dict, files, load_config, *rest)
+        return _load(original, pending, model, state_dict, files, load_config, *rest)
 
     hook._hotexperts = True  # type: ignore[attr-defined]
     base._load_pretrained_model = staticmethod(hook)
 
 
 @contextmanager
-def pending(options: LoadOptions) -> Iterator[Pending]:
-    """Inside, this thread's `from_pretrained` uses `options`."""
+def pending(options: LoadOptions, instead: Instead | None = None) -> Iterator[Pending]:
+    """Inside, this thread's `from_pretrained` uses `options`, or does something else instead."""
     install(_defaults)
-    load = Pending(options)
+    load = Pending(options, instead=instead)
     token = _pending.set(load)
     try:
         yield load
@@ -115,7 +119,7 @@ def pending(options: LoadOptions) -> Iterator[Pending]:
 
 def _load(
     original: Callable[..., Any],
-    options: LoadOptions,
+    pending: Pending,
     model: Any,
     state_dict: Any,
     files: Any,
@@ -131,8 +135,11 @@ def _load(
         )
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
-    in_ram = store_nbytes(found) if options.cache.store == "ram" else 0
-    check_early(found, options, device, in_ram)
+    if pending.instead is not None:
+        pending.instead(found, checkpoint, [Path(file) for file in files])
+    tier = choose_tier(found, pending.options.cache, [Path(file) for file in files])
+    options = replace(pending.options, cache=tier.config(pending.options.cache))
+    check_early(found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
@@ -148,9 +155,9 @@ def _load(
             "(save_pretrained(max_shard_size='5GB'))"
         ) from error
     options = within_positions(options, model.config)
-    plan = plan_capacity(model, found, options, device, in_ram)
-    stores = make_stores(found, checkpoint, options, device, plan.capacity)
-    attach_stores(model, found, stores, plan, options, device, start)
+    plan = plan_capacity(model, found, options, device, tier.ram_nbytes)
+    stores = make_stores(found, checkpoint, options, device, plan.capacity, tier)
+    attach_stores(model, found, stores, plan, options, device, start, store_reason=tier.reason)
     return result
 
 
@@ -160,11 +167,14 @@ def make_stores(
     options: LoadOptions,
     device: torch.device,
     capacity: int,
+    tier: Tier,
 ) -> list[ExpertStore]:
-    """One store a layer, in memory or in the file, as the options say."""
+    """One store a layer, in memory, on disk or in the file, as the options say."""
     pin = device.type == "cuda"
     is_packed = _is_packed(found, options, device, capacity)
-    if options.cache.store == "file":
+    if tier.store == "disk":
+        return list(disk_stores(tier, options.cache, device))
+    if tier.store == "file":
         bounce = PinnedBounce(max(x.layout.row_nbytes for x in found)) if pin else None
         return [checkpoint.store(layer, bounce=bounce) for layer in found]
     num_experts = sum(layer.num_experts for layer in found)
