@@ -65,7 +65,7 @@ class DiskBackingStore:
         self._tensors = self.layout.views(rows[:, : self.layout.row_nbytes])
         self._sent: list[torch.cuda.Event | None] = [None] * num_rows
         self._expected: deque[int] = deque()
-        self._ready: set[int] = set()  # of the reads that were begun last, and hits among them
+        self._ready: set[int] = set()  # of the event before, not yet copied: nobody takes their row
         self._arriving: dict[int, Future[None]] = {}
 
     @property
@@ -101,6 +101,7 @@ class DiskBackingStore:
         if tensors[0].is_cuda:
             event = self._sent[slot] = self._sent[slot] or torch.cuda.Event()
             event.record(torch.cuda.current_stream(tensors[0].device))
+        self._ready.discard(expert)
 
     def reset_counts(self) -> None:
         """Set the counters to zero; the rows stay in memory."""

@@ -168,6 +168,7 @@ class Session:
                 "num_layers": len(cache.providers),
                 "policy": cache.policy,
                 "store": cache.store,
+                "store_reason": cache.store_reason,
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
                 "mode": cache.mode,
