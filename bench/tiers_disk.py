@@ -6,8 +6,9 @@ fio reads blocks of a row's size at random places of the same file, directly, 8 
 reads rows at random, proves each by its checksum, and ends where the caller has the bytes: `reader`
 keeps 8 reads in flight; `calls_of_8` and `calls_of_32` are layer calls with as many misses, whose
 rows are also copied into slots, and the next call begins when the last row is there. fio and ours
-take turns, and `percent_of_fio` is the median of ours in parts of fio's before and after. Then a model whose experts take three times
-the memory they are given generates tokens, which must be those of the model with all in memory.
+take turns, and `percent_of_fio` is the median of ours in parts of fio's before and after. Then a
+model whose experts take three times the memory they are given generates tokens, which must be those
+of the model with all in memory.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
 
 import hotexperts.transformers as hot
+import machine
 from hotexperts.cache.disk import DiskBackingStore
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.cache.pack_file import NUM_READERS, PackFile
@@ -208,7 +209,11 @@ def run_model(folder: Path) -> dict[str, Any]:
         ),
     ):
         model = hot.load(
-            folder / "model", expert_cache_size=NUM_SLOTS, device="cpu", cache_mode="host", **options
+            folder / "model",
+            expert_cache_size=NUM_SLOTS,
+            device="cpu",
+            cache_mode="host",
+            **options,
         )
         start = time.perf_counter()
         tokens[name] = model.generate(

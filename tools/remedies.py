@@ -82,7 +82,7 @@ MESSAGES = {
     "<num_experts> experts<guessed>": "see the first half of the line; the file is whole",
     "expert_cache_size is <num_slots>: at least 1 slot a layer is needed": "give 1 or more",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
-    "with expert_store 'file'": "leave one of the two out",
+    "with expert_store <store>": "leave one of the two out",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
     "with cache_mode 'host'": "leave one of the two out",
     "tensor name <name> is not a public identifier": "name it as Python names attributes",

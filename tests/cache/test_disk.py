@@ -179,7 +179,7 @@ def test_a_failed_read_leaves_the_slots_as_they_are(
     faults = {2: "eio", 3: "eio"}
     pack = PackFile(path, preadv=failing(faults.get))
     provider = CachedWeightProvider(DiskBackingStore(pack, 0, 1), 3, policy="lru")
-    with pytest.raises(StorageError, match="expert 2 of layers.0"):
+    with pytest.raises(StorageError, match=r"expert 2 of layers\.0"):
         provider.prepare(torch.tensor([[0, 1, 2]]))
     provider.slots.residency.check()
     assert set(provider.slots.residency.residents) == {0, 1}, "these arrived"

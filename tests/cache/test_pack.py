@@ -137,7 +137,7 @@ def test_a_checkpoint_that_changes_meanwhile_leaves_no_pack(tmp_path: Path) -> N
     source.write_bytes(b"\2\0\0\0\0\0\0\0{}")
     stores = make_stores()
     header = header_of(stores, [SourceFile.of(source)])
-    with pytest.raises(CheckpointError, match="changed since it was packed: model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"changed since it was packed: model\.safetensors"):
         write_pack(
             tmp_path / "a.pack",
             header,
@@ -165,11 +165,11 @@ def test_a_changed_checkpoint_is_told_by_size_header_and_time(tmp_path: Path) ->
             header.check_sources(Path("p"), [source])
     more = tmp_path / "more.safetensors"
     more.write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    with pytest.raises(CheckpointError, match="model.safetensors is gone"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is gone"):
         header.check_sources(Path("p"), [])
     source.write_bytes(b"\2\0\0\0\0\0\0\0{}1234")
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(CheckpointError, match="more.safetensors is new"):
+    with pytest.raises(CheckpointError, match=r"more\.safetensors is new"):
         header.check_sources(Path("p"), [source, more])
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from hotexperts.cache.pack_format import (
     ALIGNMENT,
+    MOVE,
     WRITTEN,
     PackHeader,
     RowPlace,
@@ -95,13 +96,10 @@ class PackFile:
         try:
             num_read = self._preadv(self._fd, [buffer], place.offset)
         except OSError as error:
-            return StorageError(
-                f"{what} cannot be read ({error.strerror}, tried twice): see to the disk"
-            )
+            return StorageError(f"{what} cannot be read ({error.strerror}, tried twice): {MOVE}")
         if num_read != place.nbytes:
             return StorageError(
-                f"{what}: the disk gave {num_read} of {place.nbytes} bytes, tried twice: see to "
-                "the disk, and whether the file is whole"
+                f"{what}: the disk gave {num_read} of {place.nbytes} bytes, tried twice: {MOVE}"
             )
         if WRITTEN | zlib.crc32(buffer) != self._checksums[place.number]:
             return self._damaged(layer, expert)

@@ -30,6 +30,7 @@ _PREFIX = struct.Struct("<8sQI")
 _MAGIC = b"HXPACK01"
 _MOST_HEADER_BYTES = 1 << 28
 _MAKE_AGAIN = "make it again with `hotexperts pack`"
+MOVE = "copy the pack to another disk, or make it again with `hotexperts pack`"
 
 
 class SourceFile(NamedTuple):
@@ -232,8 +233,7 @@ def aligned(num_bytes: int) -> int:
 def cannot_read(path: Path, error: OSError) -> StorageError:
     """What to say of a pack that the system does not let us read."""
     return StorageError(
-        f"{path}: cannot be read ({error.strerror}): see to its permissions and its disk, or "
-        f"{_MAKE_AGAIN}"
+        f"{path}: cannot be read ({error.strerror}): give it permissions, or {_MAKE_AGAIN}"
     )
 
 
@@ -241,7 +241,7 @@ def damaged_row(path: Path, layer: PackedLayer, expert: int) -> CheckpointError:
     """What to say of a row whose bytes are not those that were written."""
     return CheckpointError(
         f"{path}: the row of expert {expert} of {layer.name} is damaged (its checksum differs, "
-        f"read twice): see to the disk, and {_MAKE_AGAIN}"
+        f"read twice): {_MAKE_AGAIN}"
     )
 
 

@@ -81,7 +81,7 @@ def _opened(partial: Path) -> Iterator[int]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"{partial}: another process is writing this pack: wait for it"
+                f"{partial}: another process is writing this pack: try again later"
             ) from error
         yield fd
     finally:

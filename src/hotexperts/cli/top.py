@@ -36,8 +36,8 @@ def top(
     """Watch hit rate, copies and waves a layer call until Ctrl-C; with --json look once.
 
     LRU and best: the hits that LRU and the policy's best shadow caches would have had, where the
-    policy has shadows. In RAM: of the experts to be copied, those that were not read from disk. vLLM's workers publish about once a second: shorter intervals show nothing
-    new.
+    policy has shadows. In RAM: of the experts to be copied, those that were not read from disk.
+    vLLM's workers publish about once a second: shorter intervals show nothing new.
     """
     with console.errors_as_one_line(debug):
         looks = _looks(url, interval)

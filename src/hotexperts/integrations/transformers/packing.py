@@ -98,8 +98,8 @@ def pack(
     except _Done as done:
         return done.packed
     raise UnsupportedModelError(
-        f"{path_or_id}: not a Mixture-of-Experts model that hotexperts knows: there is nothing to "
-        "pack"
+        f"{path_or_id}: not a Mixture-of-Experts model that hotexperts knows: load it with "
+        "Transformers as it is"
     )
 
 
