@@ -55,8 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--repeat", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     args = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed: apt install fio")
