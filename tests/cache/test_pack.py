@@ -132,6 +132,27 @@ def test_two_do_not_write_the_same_pack(tmp_path: Path) -> None:
     assert (tmp_path / "a.pack.partial").exists(), "it is the other's"
 
 
+def test_a_pack_that_another_has_just_ended_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened while it has its first name, and locked when it has its last."""
+    path, opened = tmp_path / "a.pack", os.open
+    stores = make_pack(path)
+    whole = path.read_bytes()
+    path.rename(tmp_path / "a.pack.partial")
+
+    def open_then_rename(*args: Any) -> int:
+        fd = opened(*args)
+        (tmp_path / "a.pack.partial").rename(path)
+        return fd
+
+    monkeypatch.setattr(pack_writer.os, "open", open_then_rename)
+    header = header_of(stores, [SourceFile("model.safetensors", 3, 4, "5")])
+    with pytest.raises(ConfigError, match="another process is writing"):
+        write_pack(path, header, stores)
+    assert path.read_bytes() == whole
+
+
 def test_a_checkpoint_that_changes_meanwhile_leaves_no_pack(tmp_path: Path) -> None:
     source = tmp_path / "model.safetensors"
     source.write_bytes(b"\2\0\0\0\0\0\0\0{}")

@@ -50,6 +50,15 @@ def test_verify_compares_what_comes_from_disk(saved_model: Path, cli: Cli) -> No
     assert all(row["stats"]["disk_reads"] > 0 for row in found["capacities"])
 
 
+def test_bench_counts_what_comes_from_disk(saved_model: Path, cli: Cli) -> None:
+    cli("pack", saved_model)
+    options = ("--expert-store", "disk", "--expert-ram-gib", 0.0001, "--device", "cpu")
+    short = ("--prompt-tokens", 4, "--steps", 2, "--expert-cache-size", 2, "--domain", "code")
+    _, row = cli("bench", saved_model, *short, *options, "--json").json["rows"]
+    assert row["verified"] is True
+    assert 0 < row["warm"]["disk_bytes_per_step"]
+
+
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_auto_is_not_what_is_compared_or_measured(
     command: str, saved_model: Path, cli: Cli

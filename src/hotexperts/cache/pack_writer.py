@@ -77,15 +77,20 @@ def _opened(partial: Path) -> Iterator[int]:
             "file (--expert-pack FILE)"
         ) from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"{partial}: another process is writing this pack: try again later"
-            ) from error
+        if not _locked(fd, partial):
+            raise ConfigError(f"{partial}: another process is writing this pack: try again later")
         yield fd
     finally:
         os.close(fd)
+
+
+def _locked(fd: int, partial: Path) -> bool:
+    """Whether the file is ours now, and was not renamed by who had it before."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), partial.stat())
+    except OSError:
+        return False
 
 
 @contextmanager
