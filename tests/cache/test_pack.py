@@ -86,7 +86,8 @@ def test_a_disk_that_fails_while_packing_is_left_as_it_was(
         return pwrite(fd, content, offset)
 
     monkeypatch.setattr(pack_writer.os, "pwrite", full)
-    message = r"80 KiB needed, .* available" if number == errno.ENOSPC else "Input/output error"
+    full_disk = r"80 KiB does not fit, .* is available"
+    message = full_disk if number == errno.ENOSPC else "Input/output error"
     with pytest.raises(StorageError, match=rf"{tmp_path}.*{message}.*nothing is left.*another"):
         write_pack(tmp_path / "a.pack", header_of(stores), stores)
     assert list(tmp_path.iterdir()) == []
@@ -97,7 +98,7 @@ def test_a_disk_without_room_is_seen_before_the_first_row(
 ) -> None:
     monkeypatch.setattr(pack_writer, "_free_bytes", lambda folder: 4096)
     stores = make_stores()
-    with pytest.raises(StorageError, match=r"80 KiB needed, 4 KiB available"):
+    with pytest.raises(StorageError, match=r"80 KiB does not fit, 4 KiB is available"):
         write_pack(
             tmp_path / "a.pack", header_of(stores), stores, after_each=lambda n: pytest.fail("late")
         )

@@ -102,15 +102,20 @@ def _leaving_nothing(partial: Path, nbytes: int) -> Iterator[None]:
         partial.unlink(missing_ok=True)
         if isinstance(error, HotExpertsError):
             raise
-        reason = _too_full(partial, nbytes) if error.errno in _FULL else f"{error.strerror}"
+        if error.errno in _FULL:
+            raise _too_full(partial.parent, nbytes) from error
         raise StorageError(
-            f"{partial.parent}: the pack cannot be written ({reason}); nothing is left there: name "
-            "another file (--expert-pack FILE)"
+            f"{partial.parent}: the pack cannot be written ({error.strerror}); nothing is left "
+            "there: name another file (--expert-pack FILE)"
         ) from error
 
 
-def _too_full(partial: Path, nbytes: int) -> str:
-    return f"{format_bytes(nbytes)} needed, {format_bytes(_free_bytes(partial.parent))} available"
+def _too_full(folder: Path, nbytes: int) -> StorageError:
+    return StorageError(
+        f"{folder}: a pack of {format_bytes(nbytes)} does not fit, "
+        f"{format_bytes(_free_bytes(folder))} is available; nothing is left there: make room, or "
+        "name another file (--expert-pack FILE)"
+    )
 
 
 def _free_bytes(folder: Path) -> int:
@@ -122,7 +127,7 @@ def _reserve(fd: int, partial: Path, nbytes: int) -> None:
     """Have the disk promise the room now, not refuse it at the last row."""
     taken = os.fstat(fd).st_blocks * 512
     if nbytes - taken > _free_bytes(partial.parent):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise _too_full(partial.parent, nbytes)
     os.posix_fallocate(fd, 0, nbytes)
 
 
