@@ -65,7 +65,7 @@ MESSAGES = {
     "<stopped>; what was recorded before is in <out>: <tokens> tokens, <layers> layers, <top_k> of "
     "<num_experts> experts<guessed>": "see the first half of the line; the file is whole",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
-    "with expert_store 'file'": "leave one of the two out",
+    "with expert_store <store>": "leave one of the two out",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
     "with cache_mode 'host'": "leave one of the two out",
     "tensor <name> has no expert dimension: a value shared by all experts stays with the model, it "

@@ -96,6 +96,31 @@ def load_table() -> str:
     return table(("way", "seconds", "memory"), rows)
 
 
+def disk_table() -> str:
+    """Reads beside fio's, then the model's tokens with all experts in memory and with a third."""
+    results = load("tiers-disk")
+    names = {
+        "reader": "rows at random, 8 in flight",
+        "calls_of_8": "layer calls that miss 8 experts",
+        "calls_of_32": "layer calls that miss 32",
+    }
+    fio = results["reads"]["fio_gb_s"]["median"]
+    lines = ["| reads | GB/s | of fio's |", "|---|---|---|", f"| fio | {fio:.2f} | |"]
+    for way, row in results["reads"]["ways"].items():
+        part = f"{row['percent_of_fio']:.0f} %"
+        lines.append(f"| {names[way]} | {row['gb_s']['median']:.2f} | {part} |")
+    lines += ["", "| experts | in memory | loaded in | tokens/s | read from disk |"]
+    lines.append("|---|---|---|---|---|")
+    for store, row in results["model"]["stores"].items():
+        stats, where = row["stats"], {"ram": "in memory", "disk": "on disk"}[store]
+        read = f"{stats['disk_bytes'] / 1e9:.2f} GB" if "disk_bytes" in stats else ""
+        lines.append(
+            f"| {where} | {row['host_nbytes'] / 1e9:.2f} GB | {row['load_seconds']:.1f} s "
+            f"| {row['tokens_per_second']:.1f} | {read} |"
+        )
+    return "\n".join(lines)
+
+
 def vllm_table() -> str:
     """A step of each batch in the engine without a cache, in the one with it, and offloaded."""
     ways = {

@@ -67,6 +67,15 @@ AREAS = (  # a message goes where the longest beginning of its module is
             "safetensors_header",
         ),
     ),
+    Area(
+        "Experts on disk",
+        (
+            "cache.pack_",
+            "cache.disk",
+            "integrations.transformers.packing",
+            "integrations.transformers.tiers",
+        ),
+    ),
     Area("Memory and device", ("cache.host_memory", "cache.device_mode")),
     Area("`hotexperts run` and `verify`", ("cli.run", "cli.generate", "cli.compare", "cli.verify")),
     Area("vLLM", ("integrations.vllm",)),

@@ -28,6 +28,8 @@ AUTO: Literal["auto"] = "auto"
 DEFAULT_KV_TOKENS = 4096
 LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 DEFAULT_POLICY = "adv"
+DEFAULT_RAM_POLICY = "lru"
+_MOST_GIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class Bytes:
 
 
 CacheSize: TypeAlias = int | Bytes | Literal["auto"]
-StoreKind: TypeAlias = Literal["ram", "file"]
-STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
+StoreKind: TypeAlias = Literal["ram", "file", "disk", "auto"]
+STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file", "disk", "auto")
 CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
@@ -70,6 +72,19 @@ def parse_bytes(text: str) -> int:
     if num_bytes > _MOST:
         raise ConfigError(f"size {text!r} is more than any machine has: give less")
     return num_bytes
+
+
+def gib_to_bytes(gib: float | None, option: str) -> int | None:
+    """Bytes of a number of GiB; None stays None.
+
+    Raises:
+        ConfigError: no size, or more than any machine has; `option` is named.
+    """
+    if gib is None:
+        return None
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib <= _MOST_GIB:
+        raise ConfigError(f"{option} is {gib!r}: give a number of GiB more than 0, for example 16")
+    return max(1, int(gib * 2**30))
 
 
 def parse_cache_size(value: int | str) -> CacheSize:
@@ -130,7 +145,9 @@ class CacheConfig:
         size: slots a layer, a GPU budget in bytes for the whole model, or "auto".
         policy: a registered name or "module:Class".
         store: "ram" copies every expert into host memory (page-locked on CUDA); "file" leaves
-            them in the checkpoint, memory-mapped.
+            them in the checkpoint, memory-mapped; "disk" reads them from a pack and keeps some in
+            host memory; "auto" is "ram" where they fit, else "disk" where there is a pack, else
+            "file".
         mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy;
             "auto" is the device where it can, else the host.
         check_host_memory: refuse before loading when the host seems to have too little.
@@ -139,6 +156,9 @@ class CacheConfig:
             slower than they are.
         prefetch: "router" copies, while the link is idle, what the next layer's router makes of
             this layer's input.
+        ram_nbytes: host memory for experts that are on disk; None is half of what is free.
+        ram_policy: which of them leaves it: a registered name or "module:Class".
+        pack: the pack's file; None is where `hotexperts pack` puts it.
     """
 
     size: CacheSize = AUTO
@@ -148,10 +168,16 @@ class CacheConfig:
     check_host_memory: bool = True
     packing: ExpertPacking = DEFAULT_PACKING
     prefetch: Prefetch = "off"
+    ram_nbytes: int | None = None
+    ram_policy: str = DEFAULT_RAM_POLICY
+    pack: str | None = None
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
-            raise ConfigError(f"expert_store is {self.store!r}: use 'ram' or 'file'")
+            raise ConfigError(
+                f"expert_store is {self.store!r}: use 'ram' or 'file', 'disk' or 'auto'"
+            )
+        self._check_disk()
         if self.mode not in CACHE_MODES:
             raise ConfigError(f"cache_mode is {self.mode!r}: use 'auto', 'host' or 'device'")
         if self.mode == "device" and not self.has_page_locked_store:
@@ -164,8 +190,9 @@ class CacheConfig:
             raise ConfigError(
                 f"expert_packing is {self.packing!r}: use 'auto', 'none' or 'packed12'"
             )
-        if self.packing == "packed12" and (self.mode == "host" or self.store == "file"):
-            given = "expert_store 'file'" if self.store == "file" else "cache_mode 'host'"
+        if self.packing == "packed12" and (self.mode == "host" or not self.has_page_locked_store):
+            is_store = not self.has_page_locked_store
+            given = f"expert_store {self.store!r}" if is_store else "cache_mode 'host'"
             raise ConfigError(
                 "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it "
                 f"does not work with {given}"
@@ -173,5 +200,19 @@ class CacheConfig:
 
     @property
     def has_page_locked_store(self) -> bool:
-        """Whether kernels can read experts where they are."""
-        return self.store == "ram"
+        """Whether kernels can read experts where they are; of "auto", whether they may."""
+        return self.store in ("ram", AUTO)
+
+    def _check_disk(self) -> None:
+        if self.store in ("disk", AUTO):
+            return
+        for option, is_given in (
+            ("expert_ram_gib", self.ram_nbytes is not None),
+            ("expert_ram_policy", self.ram_policy != DEFAULT_RAM_POLICY),
+            ("expert_pack", self.pack is not None),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{option} is for experts on disk, and expert_store is {self.store!r}: use "
+                    "expert_store 'disk' or 'auto', or leave it out"
+                )

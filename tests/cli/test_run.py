@@ -56,6 +56,7 @@ def test_greedy_output_is_the_resident_model_s(
         "policy": DEFAULT_POLICY,
         "store": store,
         "held": "",
+        "store_reason": None,
         "packing": "none",
         "packing_report": "",
         "mode": "host",

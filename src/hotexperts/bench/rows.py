@@ -74,7 +74,8 @@ def _hits(
     link: float,
 ) -> Row:
     decode = total(each.decode for each in taken)
-    missed = decode.bytes_moved / sum(len(each.step_ms) for each in taken)
+    num_steps = sum(len(each.step_ms) for each in taken)
+    missed = decode.bytes_moved / num_steps
     prefill_missed = total(each.prefill for each in taken).bytes_moved / len(taken)
     row: Row = {
         "hit_rate": _rate(decode),
@@ -84,6 +85,8 @@ def _hits(
         "percent_of_bound": None,
         "prefill_percent_of_bound": None,
     }
+    if decode.disk_bytes is not None:
+        row["disk_bytes_per_step"] = decode.disk_bytes / num_steps
     if resident_ms is not None:
         prefill_base, step_base = resident_ms
         floor, percent = bound(speed["step_ms"], step_base, missed, link)

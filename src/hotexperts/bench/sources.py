@@ -17,13 +17,21 @@ from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import name_of
 from hotexperts.bench.shapes import Shape
+from hotexperts.config import DEFAULT_RAM_POLICY
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
 
 # Of a cache that is quick to make, since the experts stay where they are.
-PROBE = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
+PROBE = {
+    "expert_store": "file",
+    "expert_ram_gib": None,
+    "expert_ram_policy": DEFAULT_RAM_POLICY,
+    "expert_pack": None,
+    "expert_packing": "none",
+    "cache_mode": "host",
+}
 
 
 class Group(NamedTuple):

@@ -53,7 +53,8 @@ def choose_mode(
     if cache.mode != AUTO:
         return ChosenMode(cache.mode, None)
     if not cache.has_page_locked_store:
-        return ChosenMode("host", "host: experts stay in the file")
+        where = "on disk" if cache.store == "disk" else "in the file"
+        return ChosenMode("host", f"host: experts stay {where}")
     if is_refused:
         return ChosenMode("host", "host: page-locking was refused")
     for layout in layouts:

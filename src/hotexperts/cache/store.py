@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ from hotexperts.cache.page_lock import Held
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather.packed12 import Packing
+from hotexperts.stats import TierCounts
 
 CHUNK_NBYTES = 1 << 28  # of device memory beside the tensors, while they are taken
 
@@ -73,6 +74,31 @@ class ExpertStore(Protocol):
         On CUDA the copies are enqueued on the current stream and may still run on return.
         """
         ...
+
+
+@runtime_checkable
+class TieredStore(Protocol):
+    """What a store has besides where its rows come from a slower place, and it keeps some."""
+
+    counts: TierCounts
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Begin to bring these rows, distinct ones, which are copied next and in this order."""
+        ...
+
+    def reset_counts(self) -> None:
+        """Set the counters to zero."""
+        ...
+
+    def reset(self) -> None:
+        """Forget rows, history and counters."""
+        ...
+
+
+def expect(store: ExpertStore, experts: Sequence[int]) -> None:
+    """Say which rows are copied next, in order, to a store that has to bring them first."""
+    if experts and isinstance(store, TieredStore):
+        store.expect(experts)
 
 
 class CPUBackingStore:

@@ -12,12 +12,13 @@ from hotexperts.bench.earlier import read_earlier
 from hotexperts.bench.shapes import SHAPES, VLLM_SHAPES, Shape, find_shape
 from hotexperts.cli import console, lists, options
 from hotexperts.cli.bench_report import bench_report
-from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 
 _OF_SHAPES = {"layers", "traces", "sequences"}
-_OF_MODELS = {"dtype", "expert_store", "domain", "trust_remote_code"}
+_OF_DISK = {"expert_ram_gib", "expert_ram_policy", "expert_pack"}
+_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code"}
 _NOT_VLLMS = {"device": ("cuda",), "cache_mode": (AUTO, "device")}  # and what it does anyway
 
 
@@ -69,6 +70,9 @@ def bench(
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
@@ -102,6 +106,7 @@ def bench(
     the longer of the resident step and the missed bytes over the link, in parts of the step.
     """
     with console.errors_as_one_line(debug):
+        options.check_fixed_store(expert_store)
         name, found_shape = _find_shape(call, model, shape, layers)
         asked = {
             **_lists(expert_cache_size, batch, domain),
@@ -116,6 +121,9 @@ def bench(
                 dtype=dtype,
                 policy=policy,
                 store=expert_store,
+                ram_gib=expert_ram_gib,
+                ram_policy=expert_ram_policy,
+                pack=expert_pack,
                 packing=expert_packing,
                 mode=cache_mode,
                 no_host_memory_check=no_host_memory_check,

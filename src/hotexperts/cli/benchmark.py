@@ -26,7 +26,13 @@ from hotexperts.integrations.transformers.options import find_device
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 
-_OF_CHECKPOINTS = ("dtype", "expert_store")  # options that `attach` has not
+_OF_CHECKPOINTS = (  # options that `attach` has not
+    "dtype",
+    "expert_store",
+    "expert_ram_gib",
+    "expert_ram_policy",
+    "expert_pack",
+)
 
 
 @dataclass(frozen=True, slots=True)

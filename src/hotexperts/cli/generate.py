@@ -169,6 +169,7 @@ class Session:
                 "policy": cache.policy,
                 "store": cache.store,
                 "held": cache.held,
+                "store_reason": cache.store_reason,
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
                 "mode": cache.mode,

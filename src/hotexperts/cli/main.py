@@ -14,6 +14,7 @@ import typer
 import hotexperts
 from hotexperts.cli.bench import bench
 from hotexperts.cli.doctor import doctor
+from hotexperts.cli.pack import pack
 from hotexperts.cli.page import report
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
@@ -41,6 +42,7 @@ app.command()(trace)
 app.command()(report)
 app.command()(plan)
 app.command()(top)
+app.command()(pack)
 app.command()(doctor)
 
 

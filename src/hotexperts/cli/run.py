@@ -13,7 +13,13 @@ from rich.console import Console
 
 from hotexperts.cli import console, options, report
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_PACKING, LOWEST_TEMPERATURE, parse_cache_size
+from hotexperts.config import (
+    AUTO,
+    DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
+    LOWEST_TEMPERATURE,
+    parse_cache_size,
+)
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY
 
@@ -43,6 +49,9 @@ def run(
     max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
@@ -85,6 +94,9 @@ def run(
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,

@@ -13,7 +13,14 @@ from typer.core import TyperCommand
 
 from hotexperts.cli import console, options
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_PACKING, CacheSize, parse_bytes, parse_cache_size
+from hotexperts.config import (
+    AUTO,
+    DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
+    CacheSize,
+    parse_bytes,
+    parse_cache_size,
+)
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
@@ -25,6 +32,9 @@ _PASSED = "vllm arguments"  # in the context's meta
 _NOT_VLLMS: dict[str, Any] = {  # and what vLLM does anyway
     "device": None,
     "expert_store": options.Store.RAM,
+    "expert_ram_gib": None,
+    "expert_ram_policy": DEFAULT_RAM_POLICY,
+    "expert_pack": None,
     "cache_mode": AUTO,
     "max_requests": None,
     "max_body": None,
@@ -86,6 +96,9 @@ def serve(
     context: options.Context = None,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     max_requests: Annotated[
@@ -115,6 +128,9 @@ def serve(
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,

@@ -48,6 +48,8 @@ def attach_stores(
     options: LoadOptions,
     device: torch.device,
     start: float,
+    *,
+    store_reason: str | None = None,
 ) -> None:
     """Give every layer its cache, and the model its `expert_cache`.
 
@@ -59,6 +61,7 @@ def attach_stores(
         options: the user's choices.
         device: where slots go.
         start: `time.perf_counter()` when loading began.
+        store_reason: why the experts are where they are.
     """
     stores, turn = made.of_layers, Turn(device)
     banks = _make_banks(found, stores, plan.capacity, device)
@@ -104,6 +107,7 @@ def attach_stores(
         reason=plan.reason,
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
+        store_reason=store_reason,
     )
 
 
@@ -144,7 +148,7 @@ def check_early(
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
     choose_mode(options.cache, [layer.layout for layer in found], device)
-    if options.cache.check_host_memory:
+    if options.cache.check_host_memory and options.cache.store != "disk":  # which was checked
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")
 
@@ -184,11 +188,6 @@ def plan_capacity(
         free = max(0, free - store_nbytes)
     placed = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
     return capacity_for_budget(int(AUTO_SHARE * free) + placed, other, shapes)
-
-
-def store_nbytes(found: Sequence[ExpertsModule]) -> int:
-    """Host bytes of every expert's row."""
-    return sum(layer.num_experts * layer.layout.row_nbytes for layer in found)
 
 
 def _shapes(found: Sequence[ExpertsModule]) -> list[LayerShape]:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +28,6 @@ from hotexperts.integrations.transformers.build import (
     attach_stores,
     check_early,
     plan_capacity,
-    store_nbytes,
 )
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.modules import (
@@ -38,8 +37,10 @@ from hotexperts.integrations.transformers.modules import (
 )
 from hotexperts.integrations.transformers.positions import within_positions
 from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
+from hotexperts.integrations.transformers.tiers import choose_tier
 
 Progress = Callable[[int, int], None]
+Instead = Callable[[Sequence[ExpertsModule], ExpertCheckpoint, Sequence[Path]], NoReturn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,13 @@ class Pending:
     Attributes:
         options: the user's choices.
         found_files: whether Transformers has found the configuration and every file.
+        instead: called with the experts, their checkpoint and its files, and nothing is loaded
+            then: it does not return.
     """
 
     options: LoadOptions
     found_files: bool = False
+    instead: Instead | None = None
 
 
 _pending: ContextVar[Pending | None] = ContextVar("hotexperts_pending_load", default=None)
@@ -93,17 +97,17 @@ def install(options: LoadOptions) -> None:
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
-        return _load(original, pending.options, model, state_dict, files, load_config, *rest)
+        return _load(original, pending, model, state_dict, files, load_config, *rest)
 
     hook._hotexperts = True  # type: ignore[attr-defined]
     base._load_pretrained_model = staticmethod(hook)
 
 
 @contextmanager
-def pending(options: LoadOptions) -> Iterator[Pending]:
-    """Inside, this thread's `from_pretrained` uses `options`."""
+def pending(options: LoadOptions, instead: Instead | None = None) -> Iterator[Pending]:
+    """Inside, this thread's `from_pretrained` uses `options`, or does something else instead."""
     install(_defaults)
-    load = Pending(options)
+    load = Pending(options, instead=instead)
     token = _pending.set(load)
     try:
         yield load
@@ -113,7 +117,7 @@ def pending(options: LoadOptions) -> Iterator[Pending]:
 
 def _load(
     original: Callable[..., Any],
-    options: LoadOptions,
+    pending: Pending,
     model: Any,
     state_dict: Any,
     files: Any,
@@ -129,8 +133,11 @@ def _load(
         )
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
-    in_ram = store_nbytes(found) if options.cache.store == "ram" else 0
-    check_early(found, options, device, in_ram)
+    if pending.instead is not None:
+        pending.instead(found, checkpoint, [Path(file) for file in files])
+    tier = choose_tier(found, pending.options.cache, [Path(file) for file in files])
+    options = replace(pending.options, cache=tier.config(pending.options.cache))
+    check_early(found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
@@ -146,9 +153,9 @@ def _load(
             "(save_pretrained(max_shard_size='5GB'))"
         ) from error
     options = within_positions(options, model.config)
-    plan = plan_capacity(model, found, options, device, in_ram)
-    stores = make_stores(found, checkpoint, options, device, plan.capacity)
-    attach_stores(model, found, stores, plan, options, device, start)
+    plan = plan_capacity(model, found, options, device, tier.ram_nbytes)
+    stores = make_stores(found, checkpoint, options, device, plan.capacity, tier)
+    attach_stores(model, found, stores, plan, options, device, start, store_reason=tier.reason)
     return result
 
 

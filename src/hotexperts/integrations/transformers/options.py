@@ -52,6 +52,7 @@ def make_options(
         ConfigError: one that cannot take effect.
     """
     POLICIES.load(cache.policy)
+    POLICIES.load(cache.ram_policy)
     if algorithm not in experts.ALGORITHMS:
         raise ConfigError(
             f"experts_algorithm is {algorithm!r}: use one of {', '.join(experts.ALGORITHMS)}"

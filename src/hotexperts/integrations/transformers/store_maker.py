@@ -20,6 +20,7 @@ from hotexperts.config import CacheConfig
 from hotexperts.errors import HostMemoryError
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.tiers import Tier, disk_stores
 
 if TYPE_CHECKING:
     from hotexperts.integrations.transformers.load import LoadOptions, Progress
@@ -45,15 +46,18 @@ def make_stores(
     options: LoadOptions,
     device: torch.device,
     capacity: int,
+    tier: Tier,
 ) -> Stores:
-    """One store a layer, in memory or in the file, as the options say.
+    """One store a layer, in memory, on disk or in the file, as the options say.
 
     Raises:
         HostMemoryError: page-locking is refused, and the options leave no other way.
         CheckpointError: a file cannot be read, or is not what the model needs.
     """
     pin = device.type == "cuda"
-    if options.cache.store == "file":
+    if tier.store == "disk":
+        return Stores(_on_disk(tier, options.cache, device), "page-locked" if pin else "", None)
+    if tier.store == "file":
         bounce = reserve_bounce(_largest_row(found)) if pin else None
         held = "copied directly, as page-locking was refused" if pin and bounce is None else ""
         return Stores([checkpoint.store(layer, bounce=bounce) for layer in found], held, None)
@@ -211,6 +215,14 @@ class Filling:
         self._done += num_bytes
         if num_bytes:
             self._progress(self._done, self._total)
+
+
+def _on_disk(tier: Tier, cache: CacheConfig, device: torch.device) -> list[ExpertStore]:
+    with on(device):
+        try:
+            return [*disk_stores(tier, cache, device)]
+        except PageLockError as error:
+            raise error.needed_by("expert_store 'disk'", "use expert_store 'file'") from error
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
