@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
 from hotexperts.cache.padding import TokenCount
+from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import format_bytes
@@ -29,6 +31,7 @@ from hotexperts.integrations.vllm.budget import (
 from hotexperts.integrations.vllm.chunks import Repacked, repack_in_parts
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.integrations.vllm.prefetching import give_guesses
 from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
 from hotexperts.integrations.vllm.trace import Recorder, recorder_for
 from hotexperts.integrations.vllm.weights import hide_parameters, kernel_of, per_expert_parameters
@@ -63,6 +66,7 @@ class ModelCaches:
         self._banks: dict[ExpertLayout, StreamBanks] = {}
         self._turn: Turn | None = None
         self._last: DeviceWeightProvider | None = None
+        self._lanes: dict[ExpertLayout, PrefetchLane] = {}
         self._top_k = 0
         self._host: HostBudget | None = None
         # Where the next layer is repacked, and how many experts at a time; None: whole.
@@ -154,7 +158,7 @@ class ModelCaches:
         """
         shapes = [_shape(store, self._top_k) for store in self._stores.values()]
         self._plan = fixed_capacity(capacity, shapes)
-        self._banks, self._turn, self._last = {}, None, None
+        self._banks, self._lanes, self._turn, self._last = {}, {}, None, None
         for name, layer in self.layers.items():
             device = layer.provider.slot_buffer.device
             layer.use(self._provider(self._stores[name], device))
@@ -194,7 +198,8 @@ class ModelCaches:
         providers = self.providers.values()
         return {
             "slots": sum(provider.slot_nbytes for provider in providers),
-            "banks": sum(bank.nbytes for bank in self._banks.values()),
+            "banks": sum(rows.nbytes for rows in self._banks.values())
+            + sum(lane.nbytes for lane in self._lanes.values()),
             "host": sum(provider.store.host_nbytes for provider in providers),
         }
 
@@ -226,7 +231,9 @@ class ModelCaches:
             self._banks[layout] = StreamBanks(layout, num_rows, device)
             for buffer in self._banks[layout].buffers:
                 buffer.zero_()  # a pair of weight 0 must not meet NaN
-        make: Any = DeviceWeightProvider if device.type == "cuda" else CachedWeightProvider
+        make: Any = CachedWeightProvider
+        if device.type == "cuda":
+            make = partial(DeviceWeightProvider, lane=self._lane(store, device))
         provider: StreamingProvider = make(
             store,
             capacity,
@@ -239,6 +246,20 @@ class ModelCaches:
         if isinstance(provider, DeviceWeightProvider):
             self._join(provider, device)
         return provider
+
+    def _lane(self, store: Store, device: torch.device) -> PrefetchLane | None:
+        """That of the store's layout, where prefetches are asked for."""
+        if self.options.cache.prefetch == "off":
+            return None
+        if store.layout not in self._lanes:
+            lane = PrefetchLane(store.layout, num_programs_for([store]), device)
+            self._lanes[store.layout] = lane
+        return self._lanes[store.layout]
+
+    def give_guesses(self, model: nn.Module) -> None:
+        """Before graphs are captured: where prefetches are asked for, say what to fetch."""
+        if self._lanes and not self.is_draft:
+            give_guesses(model, self.layers)
 
     def _join(self, provider: DeviceWeightProvider, device: torch.device) -> None:
         """To the layer before, whose prefill fills the banks for it, and to the count of tokens."""

@@ -93,6 +93,8 @@ def patch_workers(module: Any) -> None:
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_cached(self.vllm_config, ours(self))
+        for caches in ours(self):
+            caches.give_guesses(self.worker.model_runner.get_model())
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
         for caches in models():
             caches.reset()

@@ -10,6 +10,7 @@ from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOpe
 from hotexperts.integrations.vllm.budget import draft_nbytes
 from hotexperts.integrations.vllm.compat import check_version
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.integrations.vllm.prefetching import check_prefetch
 from hotexperts.simulate.trace import TraceError
 from hotexperts.simulate.writer import check_out
 
@@ -48,6 +49,7 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
     _check_state(config, wanted.state)
     _check_ranks(config, wanted)
     _check_trace(config, wanted.trace)
+    check_prefetch(config, wanted)
     if wanted.cache.packing == "packed12" and _device_type(config) == "cpu":
         raise ConfigError(
             f"{flag('options')}: packing is 'packed12', which kernels of a GPU unpack, and this "
