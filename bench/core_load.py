@@ -1,16 +1,18 @@
-"""Loading a 2.4 GB OLMoE-shaped checkpoint: seconds and host memory, one process a way.
+"""Loading a 2.6 GB OLMoE-shaped checkpoint: seconds and host memory, one process a way.
 
     python bench/core_load.py --out bench/results/core-load.json
 
 Ways: Transformers alone; the cache with experts left in the file; the cache with experts in RAM.
 `peak_anonymous` is the peak of memory that only this process can free (RssAnon), sampled every
-2 ms; `over_torch` is that less what importing torch and Transformers takes.
+2 ms; `over_torch` is that less what importing torch and Transformers takes. `cold` has loads into
+RAM with the files not in the page cache, each beside a plain read of the same files, as cold.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from typing import Any
 import machine
 
 WAYS = ("import", "transformers", "file", "ram")
+READ_NBYTES = 8 << 20
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 512,
@@ -49,12 +52,14 @@ def main() -> None:
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         print(f"checkpoint: {size / 1e9:.2f} GB")
         ways = {way: [child(way, folder) for _ in range(args.repeat)] for way in WAYS}
+        cold = cold_loads(folder, args.repeat)
     base = min(run["peak_anonymous"] for run in ways["import"])
     table = {way: summary(runs, base) for way, runs in ways.items() if way != "import"}
     for way, row in table.items():
         print(f"{way:13} {row['seconds']['median']:6.2f} s, {row['over_torch'] / 1e9:.2f} GB")
+    print(f"cold: {cold['ratio']['median']:.2f} times a plain read")
     if args.out:
-        results = {"checkpoint_bytes": size, "shape": SHAPE, "ways": table}
+        results = {"checkpoint_bytes": size, "shape": SHAPE, "ways": table, "cold": cold}
         machine.write(args.out, "core-load", results)
 
 
@@ -65,6 +70,37 @@ def summary(runs: list[dict[str, float]], base: float) -> dict[str, Any]:
         "peak_anonymous": peak,
         "over_torch": peak - base,
     }
+
+
+def cold_loads(folder: str, num_runs: int) -> dict[str, Any]:
+    read, loaded = [], []
+    for _ in range(num_runs):
+        read.append(plain_read(Path(folder)))
+        forget_files(Path(folder))
+        loaded.append(child("ram", folder)["seconds"])
+    ratios = [ours / plain for ours, plain in zip(loaded, read, strict=True)]
+    spread = machine.spread
+    return {"read": spread(read), "ram": spread(loaded), "ratio": spread(ratios)}
+
+
+def plain_read(folder: Path) -> float:
+    """Seconds of reading the files one after another into one buffer, from a cold page cache."""
+    forget_files(folder)
+    buffer = bytearray(READ_NBYTES)
+    start = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def forget_files(folder: Path) -> None:
+    """Out of the page cache with them; what is not on the disk yet would stay."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_checkpoint(folder: Path) -> None:

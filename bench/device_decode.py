@@ -95,7 +95,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "step_ms_mean": sum(run.step_ms) / len(run.step_ms),
         "prefill_ms": machine.spread(run.prefill_ms),
         "num_steps": len(run.step_ms),
-        "link_gb_s": link(),
+        "link_gb_s": machine.link_gb_s(),
         "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
         "last_tokens": run.last_tokens,
     }
@@ -135,23 +135,6 @@ class Decode:
         self.hits += taken.decode.hits
         self.misses += taken.decode.misses
         self.bytes_moved += taken.decode.bytes_moved
-
-
-def link() -> float:
-    """GB/s of `copy_` of 8 experts from page-locked memory."""
-    from hotexperts.cache.host_memory import HostBuffer
-
-    locked = HostBuffer(8 * 12_582_912, pin=True)  # kept: the page-locking ends with it
-    source = locked.bytes
-    target = torch.empty_like(source, device="cuda")
-    target.copy_(source, non_blocking=True)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        target.copy_(source, non_blocking=True)
-    end.record()
-    torch.cuda.synchronize()
-    return 10 * source.numel() / start.elapsed_time(end) / 1e6
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import torch
 import cases
 import machine
 import olmoe
-from device_decode import link
 
 CASES = ("resident", "all", "quarter-adv", "quarter-adv-packed12")
 NUM_TOKENS = (512, 2048, 8192)
@@ -58,7 +57,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         options = {"policy": policy, "expert_packing": packing, "cache_mode": "device"}
         hot.attach(model, expert_cache_size=capacity, device="cuda", **options)
     replay = olmoe.Replay(args.traces / olmoe.TRACE, model, "cuda", max(NUM_TOKENS))
-    row: dict[str, Any] = {"link_gb_s": link()}
+    row: dict[str, Any] = {"link_gb_s": machine.link_gb_s()}
     row["prefill"] = {str(n): prefill(model, replay, n) for n in NUM_TOKENS}
     row["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
     if size == "quarter":

@@ -13,7 +13,8 @@ from typing import Any
 from hotexperts.bench import machine as hot
 from hotexperts.bench.machine import first_line, spread
 
-__all__ = ["describe", "spread", "write"]
+__all__ = ["describe", "link_gb_s", "spread", "write"]
+_LINK_NBYTES = 8 * 12_582_912  # experts of OLMoE-1B-7B in bf16
 
 
 @cache
@@ -25,6 +26,15 @@ def describe() -> dict[str, Any]:
     commit = os.environ.get("HOTEXPERTS_COMMIT") or first_line(["git", "rev-parse", "HEAD"])
     found = hot.describe()
     return {"date": found.pop("date"), "commit": commit, **found}
+
+
+def link_gb_s() -> float:
+    """GB/s of `copy_` of 8 experts to the GPU, from page-locked memory."""
+    import torch
+
+    from hotexperts.cache import link
+
+    return link.link_gb_s(_LINK_NBYTES, torch.device("cuda"))
 
 
 def write(path: Path, name: str, results: dict[str, Any]) -> None:

@@ -5,12 +5,14 @@
 The drawn trace (`hotexperts trace --synthetic fitted`, seed 7) is always there; recorded ones are
 taken from DIR as far as they are in it: docs/traces.md has the forms. Of moe507m the last 24
 sequences are replayed: parameters were looked at on the others. Replay: warm, prompts token by
-token and not counted, ties by id, one event a layer and step; a batch is so many lanes.
+token and not counted, ties by id, one event a layer and step; a batch is so many lanes. The rate of
+`fractional` is of bytes. With --policies these alone are replayed, into the results that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from drawn import SEED, drawn
 from hotexperts.cli.curves import draw_curves
 from hotexperts.policy import POLICIES
 from hotexperts.simulate.files import read_trace
+from hotexperts.simulate.fractional import FRACTIONAL
 from hotexperts.simulate.sweep import Sweep, count_steps, run_sweep
 from hotexperts.simulate.trace import Trace
 
@@ -57,21 +60,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file, written after each trace")
     parser.add_argument("--plots", type=Path, help="folder for one SVG a trace")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--policies", metavar="NAMES", help="these alone, divided by commas")
     args = parser.parse_args()
-    policies = [name for name in POLICIES.names() if name not in LEFT_OUT]
-    table = {}
+    if args.policies and (args.plots or not args.out):
+        parser.error("--policies adds to the file of --out, and draws nothing")
+    policies = [*(name for name in POLICIES.names() if name not in LEFT_OUT), FRACTIONAL, *BOUNDS]
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    if args.policies:
+        policies = args.policies.split(",")
+        table = json.loads(args.out.read_text())["hit_rates"]
     for case, trace in found(args.traces):
-        sweep = Sweep(
-            {case.name: trace}, [*policies, *BOUNDS], case.capacities, case.batches, "warm"
-        )
+        sweep = Sweep({case.name: trace}, policies, case.capacities, case.batches, "warm")
         count_steps(sweep)
         counts = run_sweep(sweep, args.jobs)
-        table[case.name] = {
-            f"batch {cell.batch}, {cell.capacity} of {trace.num_experts}": {} for cell in counts
-        }
+        rows = table.setdefault(case.name, {})
         for cell, stats in counts.items():
             column = f"batch {cell.batch}, {cell.capacity} of {trace.num_experts}"
-            table[case.name][column][cell.policy] = stats.hit_rate
+            rows.setdefault(column, {})[cell.policy] = stats.hit_rate
         print(case.name, flush=True)
         if args.plots:
             args.plots.mkdir(parents=True, exist_ok=True)

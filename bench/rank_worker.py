@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import vllm_engine
+from hotexperts.bench.vllm.model import Model, synchronize
+from hotexperts.bench.vllm.weights import draw_weights
 from stamps import Stamps, all_reduce_by
-from vllm_model import Model, Replay, synchronize
+from vllm_engine import Replay
 
 _load_seconds: list[float] = []
 
@@ -34,7 +35,7 @@ def _time_loading() -> None:
     DummyModelLoader.load_model = load_model
 
 
-vllm_engine.draw_weights()
+draw_weights()
 _time_loading()
 
 

@@ -103,15 +103,13 @@ def _compare(found: dict[str, Any], resident: dict[str, Any] | None, link: float
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    from device_decode import link
-
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder), SHAPE, **options(case))
     loaded = time.perf_counter() - start
     ids = routing(args.traces, SHAPE["num_hidden_layers"])
     replay = vllm_engine.Replay(engine, ids)
-    row: dict[str, Any] = {"load_seconds": loaded, "link_gb_s": link(), "runs": {}}
+    row: dict[str, Any] = {"load_seconds": loaded, "link_gb_s": machine.link_gb_s(), "runs": {}}
     if case in CACHED:
         row["caches"] = engine.caches.describe()
         for slots, batches in CACHED[case].items():

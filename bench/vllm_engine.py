@@ -7,28 +7,19 @@ sets vLLM up for all of them.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-
 import torch
 
-from vllm_model import Model, Replay, synchronize
+from hotexperts.bench.vllm import engine as in_vllm
+from hotexperts.bench.vllm.model import Model, synchronize
+from hotexperts.bench.vllm.replay import Replay as AnyReplay
 
-__all__ = ["Engine", "Replay", "random_weights"]
-
+os.environ |= in_vllm.ENVIRONMENT
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -54,20 +45,15 @@ QWEN3_30B = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
-ENGINE = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "dtype": "bfloat16",
-    "seed": 0,
+ENGINE = in_vllm.OPTIONS | {
     "max_model_len": 4096,
     "max_num_seqs": 32,
     "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": False,
 }
 
 
-class Engine(Model):
-    """One `LLM` on random weights, in this process.
+class Engine(in_vllm.Engine):
+    """One `LLM` on random weights, in this process, whose steps are timed.
 
     Args:
         folder: for the model's configuration, which is all that is written.
@@ -76,15 +62,7 @@ class Engine(Model):
     """
 
     def __init__(self, folder: Path, shape: dict[str, Any], **options: Any) -> None:
-        from vllm import LLM
-
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(shape))
-        with random_weights():
-            self.llm = LLM(str(folder), **ENGINE | options)
-        core = self.llm.llm_engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
-        super().__init__(self.llm.llm_engine.vllm_config, runner)
+        super().__init__(folder, shape, **ENGINE | options)
         self.counts: dict[str, int] = {}  # of the last timed steps
 
     def generate(
@@ -188,71 +166,36 @@ def _chosen(tokens: Sequence[int], logprobs: Sequence[Any]) -> list[float]:
     return [among[token].logprob for token, among in zip(tokens, logprobs, strict=True)]
 
 
-@contextmanager
-def random_weights() -> Iterator[None]:
-    """Inside, vLLM draws as `draw_weights` has it."""
-    stop = draw_weights()
-    try:
-        yield
-    finally:
-        stop()
+class Replay(AnyReplay):
+    """Makes the routers answer a decode step with given ids, and prefills with every expert.
 
-
-def draw_weights() -> Callable[[], None]:
-    """Let `load_format="dummy"` draw weights that make experts matter; returns what ends it.
-
-    vLLM's own are so small that no error in an expert would be seen, and would take minutes for
-    experts that are created on the host: those are drawn when the device has their layer.
+    Args:
+        model: before it captures the graphs that are to be measured.
+        ids: uint8 or int32 `[steps, layers, rows, K]`; row r of a decode step reads row r.
     """
-    from vllm.model_executor.model_loader import utils
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    load, loading = DummyModelLoader.load_weights, utils.device_loading_context
+    def __init__(self, model: Model, ids: torch.Tensor) -> None:
+        super().__init__(model, ids.shape[1], ids.shape[3])
+        self._num_experts = model.config.model_config.get_num_experts()
+        self._ids = ids.int().to(self.shown.device)
+        self.step = 0
+        self.show_random(0)
 
-    def draw_all(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        for name, tensor in model.state_dict().items():
-            if ".experts." not in name:
-                _draw(name, tensor)
+    def show_random(self, seed: int) -> None:
+        """What prefills see: every expert equally often, no expert twice for one token."""
+        num_layers, most, top_k = self.shown.shape
+        device = self.shown.device
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (num_layers, most, self._num_experts)
+        scores = torch.rand(shape, generator=generator, device=device)
+        self._prefill = scores.topk(top_k).indices.int()
+        self.shown.copy_(self._prefill)
 
-    @contextmanager
-    def loading_and_drawing(module: torch.nn.Module, device: torch.device) -> Iterator[Any]:
-        with loading(module, device) as found:
-            if type(module).__name__.endswith("RoutedExperts"):
-                for name, tensor in module.named_parameters(recurse=False):
-                    _draw(f"{module.layer_name}.{name}", tensor.data)
-            yield found
-
-    def stop() -> None:
-        DummyModelLoader.load_weights = load
-        utils.device_loading_context = loading
-
-    DummyModelLoader.load_weights = draw_all
-    utils.device_loading_context = loading_and_drawing
-    return stop
-
-
-@torch.no_grad()
-def _draw(name: str, tensor: torch.Tensor) -> None:
-    """By what the name says that the tensor is; the same whatever was drawn before."""
-    if tensor.numel() == 0 or "g_idx" in name or "sort_indices" in name or "shape" in name:
-        return
-    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
-    options: dict[str, Any] = {"generator": generator, "device": tensor.device}
-    is_scale = "scale" in name
-    if tensor.dtype == torch.uint8 and is_scale:  # powers of two, biased by 127
-        tensor.copy_(torch.randint(118, 121, tensor.shape, **options))
-    elif "zeros" in name or "zero_point" in name:
-        tensor.fill_(0x77777777 if tensor.dtype == torch.int32 else 0)
-    elif not tensor.is_floating_point():
-        limits = torch.iinfo(tensor.dtype)
-        tensor.copy_(torch.randint(limits.min, limits.max, tensor.shape, **options))
-    elif is_scale:
-        step = 0.03 if tensor.dtype == torch.float32 else 0.006  # of 8 and of 4 bits
-        tensor.copy_((0.5 + torch.rand(tensor.shape, **options)) * step)
-    elif tensor.dim() == 1 and "bias" not in name:
-        tensor.fill_(1)
-    elif tensor.dtype.itemsize == 1:
-        for row in tensor:
-            row.copy_(torch.randn(row.shape, **options))
-    else:
-        tensor.normal_(std=0.03, generator=generator)
+    def show(self, num_tokens: int) -> None:
+        """A step of no more tokens than the ids have rows is one of decode."""
+        if num_tokens <= self._ids.shape[2]:
+            now = self._ids[self.step % len(self._ids)]
+            self.shown[:, :num_tokens].copy_(now[:, :num_tokens])
+            self.step += 1
+        else:
+            self.shown.copy_(self._prefill)

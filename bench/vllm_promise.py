@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import machine
 import vllm_decode
 import vllm_engine
 from vllm_engine import Engine
@@ -57,8 +58,6 @@ def compare(table: cases.Table) -> dict[str, Any]:
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    from device_decode import link
-
     used_before = _used()
     start = time.perf_counter()
     _enforce(CEILINGS_GIB[0])
@@ -68,7 +67,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "load_seconds": time.perf_counter() - start,
         "load_peak_gpu_gb": engine.peak_gpu_gb(),
         "host_bytes": _host_nbytes(),
-        "link_gb_s": link(),
+        "link_gb_s": machine.link_gb_s(),
         "ceilings": {},
         "runs": {},
     }

@@ -64,6 +64,7 @@ def test_public_names() -> None:
     assert hotexperts.cache.__all__ == [
         "CPUBackingStore",
         "CachedWeightProvider",
+        "DiskBackingStore",
         "ExpertCacheOverflow",
         "ExpertStore",
         "ExpertWeightProvider",

@@ -73,6 +73,7 @@ def test_commands_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     commands = re.findall(r"^\$ hotexperts (.*)$", block, flags=re.MULTILINE)
     assert commands
     for command in commands:
@@ -93,6 +94,7 @@ def test_every_option_in_the_documents_exists() -> None:
         "report",
         "bench",
         "top",
+        "pack",
     )
     texts = "".join(document.read_text() for document in DOCUMENTS)
     used = re.findall(rf"hotexperts ({'|'.join(commands)})\b([^\n`]*)", texts)

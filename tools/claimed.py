@@ -15,6 +15,7 @@ TABLES = {
     "vllm": "vllm-decode",
     "prefills": "vllm-prefills",
     "load": "core-load",
+    "disk": "tiers-disk",
     "plan": "device-plan",
     "copies": "device-plan",
     "bytes": "missed-bytes",

@@ -46,6 +46,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "decode": result_tables.decode_table(),
             "prefill": result_tables.prefill_table(),
             "load": result_tables.load_table(),
+            "disk": result_tables.disk_table(),
             "plan": result_tables.plan_table(),
             "copies": result_tables.copies_table(),
             "bytes": result_tables.bytes_table(),

@@ -38,7 +38,6 @@ MESSAGES = {
     "<class> does not say where the router logits of <name> are: <remedy>": (
         "record without logits or guesses, use prefetch='off', or another model"
     ),
-    "--traces <place>: no such file or folder": "give one that exists",
     "expert id <demand> in a layer of <num_experts> experts: ids go from 0 to <num_experts>": (
         "give ids of this layer"
     ),
@@ -63,38 +62,14 @@ MESSAGES = {
     ),
     "<num_prompt_tokens> tokens of prompt and <new> new ones are more than the context of "
     "<context>: <remedies>": "lower `--max-new-tokens`, or raise `--context`",
-    "<model>: no such folder": "give a folder that exists, or a hub id such as `org/model`",
-    "<path_or_id>: no such folder": "give a folder that exists, or a hub id such as `org/model`",
-    "<file>: unknown kind: the name ends in .json, .npz, .jsonl, .csv": (
-        "give a trace, or the JSON of a command"
-    ),
-    "<name> is for a trace: <file> holds results": "leave it out",
-    "--vram <size> is more than the <vram_nbytes> of <name>": "give at most that, or another --gpu",
-    "the text on stdin is not valid <encoding>": "give it in that encoding",
-    "<passed> after '--' is for vLLM, and <value> serves": (
-        "leave it out, or take `--engine vllm`"
-    ),
-    "--chat-template <path> is not valid UTF-8": "save it in that encoding",
-    "--chat-template: line <lineno>: <message>": "mend the template, which is Jinja",
-    "<path>: no tokenizer could be loaded<shown>: its files (tokenizer.json, "
-    "tokenizer_config.json) must be with the weights": "download these files too",
     "<stopped>; what was recorded before is in <out>: <tokens> tokens, <layers> layers, <top_k> of "
     "<num_experts> experts<guessed>": "see the first half of the line; the file is whole",
-    "expert_cache_size is <num_slots>: at least 1 slot a layer is needed": "give 1 or more",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
-    "with expert_store 'file'": "leave one of the two out",
+    "with expert_store <store>": "leave one of the two out",
     "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it does not work "
     "with cache_mode 'host'": "leave one of the two out",
-    "expert_dtype <expert_dtype> and expert_packing 'packed12' are two forms of the same experts": (
-        "leave one of the two out"
-    ),
-    "tensor name <name> is not a public identifier": "name it as Python names attributes",
     "tensor <name> has no expert dimension: a value shared by all experts stays with the model, it "
     "is not part of a row": "leave it out of the experts' tensors",
-    "the first dimension must be the expert, but the sizes differ: <sizes>": (
-        "stack each tensor with the expert first"
-    ),
-    "the model has an expert cache already": "attach to a model once; load it again to change it",
     "<wanted> loads no <model_type> model: from Python, load(auto_class=...) takes the class that "
     "does, such as AutoModelForImageTextToText": "give that class; the commands load causal LMs",
     "save_pretrained() of a model with an expert cache would write a checkpoint without its "
@@ -112,7 +87,6 @@ MESSAGES = {
     "experts; a checkpoint's own fp8 and mxfp4 are read without being asked": (
         "leave it out, or serve the quantised model [with vLLM](vllm.md)"
     ),
-    "device <device>: this torch sees <device_count> CUDA devices": "give a lower number",
     "<path_or_id>: no such folder here, and the hub cannot be reached to look for a model of that "
     "name: <error>": "mend the path or the network; HF_HUB_OFFLINE=1 uses what was downloaded",
     "<path_or_id>: quantised by <method>; an expert cache on Transformers loads plain weights and "
@@ -140,35 +114,12 @@ MESSAGES = {
     ),
     "--moe-expert-cache-options: trace: <error>": "name a file in a folder that can be written",
     "<num_programs> programs: 'adv' needs <NUM_PLAYED>, one for each shadow": _REPORT,
-    "<url> answers with something else than metrics: <error>": (
-        "give the address that ends in /metrics"
-    ),
-    "policy <policy> cannot be saved: <class> must name in `history` what its `reset` makes": (
-        "add that to the class, or do without a warm start"
-    ),
-    "profile has <number of profile> values, give <num_experts>": "give one value an expert",
     "cannot load <kind> <name>: <class>: <error>; the known ones are <names>": (
         "mend `module:Class`, or take one of these"
     ),
-    "--host <host>: no such address (<error>)": "give an address of this machine",
-    "the server failed: its log says why": (
-        "look there; if it is no fault of the request, report it"
-    ),
-    "the name <host> is not one of this server's": (
-        "ask by 127.0.0.1 or localhost, or start the server with `--api-key`"
-    ),
     "there is no <path> here": _REQUEST,
-    "<path> takes POST/GET, not <method>": "use that method",
-    "the body must come with 'Content-Type: application/json'": "send that header",
-    "the body has more than <most_nbytes> bytes": "send less, or start with a larger `--max-body`",
-    "the body took more than 30 s": "send it faster",
-    "the body ended early": "send all of it",
-    "the server is ending": "try again when it is up",
     "policy <name> has no score that layers can share: in pool 'global' give one of ewma, llru, "
     "lru, or pool 'layer'": "take one of these",
-    "the trace has no decode tokens, and only these are counted": (
-        "record with `--max-new-tokens` above 1"
-    ),
     "<path>: nothing was recorded, so nothing is written": "give a prompt of at least one token",
     "arrays of shapes <given> a token, after tokens of <expected>": (
         "append the same arrays for each token"

@@ -30,9 +30,9 @@ about it. What is slow rather than wrong is in [Tuning](tuning.md).
 """
 _REMEDY = re.compile(
     "(?i)(?:^|[:;.] )("
-    "(?:append|begin|choose|compare|convert|copy|delete|download|draw|end|feed|free|give|install|"
-    "is|it must|keep|known are|leave|list|load|lower|make|merge|name|please|preload|raise|record|"
-    "restore|run|save|send|separate|share|skip|start|take|try|use|write)"
+    "(?:add|append|begin|choose|compare|convert|copy|delete|download|draw|end|feed|free|give|"
+    "install|is|it must|keep|known are|leave|list|load|lower|make|mend|merge|name|please|preload|"
+    "raise|record|restore|run|save|send|separate|share|skip|start|take|try|use|write)"
     r"\b(?! is\b).*)"
 )
 
@@ -67,11 +67,23 @@ AREAS = (  # a message goes where the longest beginning of its module is
             "safetensors_header",
         ),
     ),
+    Area(
+        "Experts on disk",
+        (
+            "cache.pack_",
+            "cache.disk",
+            "integrations.transformers.packing",
+            "integrations.transformers.tiers",
+        ),
+    ),
     Area("Memory and device", ("cache.host_memory", "cache.device_mode")),
     Area("`hotexperts run` and `verify`", ("cli.run", "cli.generate", "cli.compare", "cli.verify")),
     Area("vLLM", ("integrations.vllm",)),
     Area("Starting `hotexperts serve`", ("cli.serve", "serve.")),
-    Area("Warm starts", ("cache.warm_start", "policy.state", "residency", "kernels.plan.layout")),
+    Area(
+        "Warm starts",
+        ("cache.warm_start", "policy.state", "policy.limits", "residency", "kernels.plan.layout"),
+    ),
     Area(
         "`hotexperts trace` and `simulate`",
         ("cli.trace", "cli.record", "cli.simulate", "cli.foretold", "simulate.", "predict."),

@@ -28,6 +28,8 @@ AUTO: Literal["auto"] = "auto"
 DEFAULT_KV_TOKENS = 4096
 LOWEST_TEMPERATURE = 1e-4  # logits divided by less are too large for float32
 DEFAULT_POLICY = "adv"
+DEFAULT_RAM_POLICY = "lru"
+_MOST_GIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,15 @@ class Bytes:
 
 
 CacheSize: TypeAlias = int | Bytes | Literal["auto"]
-StoreKind: TypeAlias = Literal["ram", "file"]
-STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file")
+StoreKind: TypeAlias = Literal["ram", "file", "disk", "auto"]
+STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file", "disk", "auto")
 CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
 Prefetch: TypeAlias = Literal["off", "router"]
 PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
-DEFAULT_PACKING: ExpertPacking = "none"
+DEFAULT_PACKING: ExpertPacking = AUTO
 ExpertDtype: TypeAlias = Literal["none", "fp8", "int8", "int4"]
 EXPERT_DTYPES: tuple[ExpertDtype, ...] = ("none", "fp8", "int8", "int4")
 
@@ -74,6 +76,19 @@ def parse_bytes(text: str) -> int:
     return num_bytes
 
 
+def gib_to_bytes(gib: float | None, option: str) -> int | None:
+    """Bytes of a number of GiB; None stays None.
+
+    Raises:
+        ConfigError: no size, or more than any machine has; `option` is named.
+    """
+    if gib is None:
+        return None
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib <= _MOST_GIB:
+        raise ConfigError(f"{option} is {gib!r}: give a number of GiB more than 0, for example 16")
+    return max(1, int(gib * 2**30))
+
+
 def parse_cache_size(value: int | str) -> CacheSize:
     """Slots a layer (32 or "32"), "auto", or a GPU budget ("6GiB").
 
@@ -95,7 +110,9 @@ def parse_cache_size(value: int | str) -> CacheSize:
     if num_slots > _MOST:
         raise ConfigError("expert_cache_size is a number beyond any model: give fewer slots")
     if num_slots < 1:
-        raise ConfigError(f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed")
+        raise ConfigError(
+            f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed: give 1 or more"
+        )
     return num_slots
 
 
@@ -130,14 +147,20 @@ class CacheConfig:
         size: slots a layer, a GPU budget in bytes for the whole model, or "auto".
         policy: a registered name or "module:Class".
         store: "ram" copies every expert into host memory (page-locked on CUDA); "file" leaves
-            them in the checkpoint, memory-mapped.
+            them in the checkpoint, memory-mapped; "disk" reads them from a pack and keeps some in
+            host memory; "auto" is "ram" where they fit, else "disk" where there is a pack, else
+            "file".
         mode: "host" lets Python decide in every layer; "device" lets a kernel decide and copy;
             "auto" is the device where it can, else the host.
         check_host_memory: refuse before loading when the host seems to have too little.
         packing: "packed12" keeps bf16 experts in 12 bits a value, without loss, which kernels
-            unpack; "auto" does where a GPU's kernels copy what is missed.
+            unpack; "auto" does where a GPU's kernels copy what is missed, over a link that is
+            slower than they are.
         prefetch: "router" copies, while the link is idle, what the next layer's router makes of
             this layer's input.
+        ram_nbytes: host memory for experts that are on disk; None is half of what is free.
+        ram_policy: which of them leaves it: a registered name or "module:Class".
+        pack: the pack's file; None is where `hotexperts pack` puts it.
         expert_dtype: "fp8", "int8" or "int4" quantises experts as they are loaded, which is lossy;
             slots hold the model's dtype all the same.
     """
@@ -149,11 +172,17 @@ class CacheConfig:
     check_host_memory: bool = True
     packing: ExpertPacking = DEFAULT_PACKING
     prefetch: Prefetch = "off"
+    ram_nbytes: int | None = None
+    ram_policy: str = DEFAULT_RAM_POLICY
+    pack: str | None = None
     expert_dtype: ExpertDtype = "none"
 
     def __post_init__(self) -> None:
         if self.store not in STORE_KINDS:
-            raise ConfigError(f"expert_store is {self.store!r}: use 'ram' or 'file'")
+            raise ConfigError(
+                f"expert_store is {self.store!r}: use 'ram' or 'file', 'disk' or 'auto'"
+            )
+        self._check_disk()
         if self.mode not in CACHE_MODES:
             raise ConfigError(f"cache_mode is {self.mode!r}: use 'auto', 'host' or 'device'")
         if self.mode == "device" and not self.has_page_locked_store:
@@ -166,8 +195,9 @@ class CacheConfig:
             raise ConfigError(
                 f"expert_packing is {self.packing!r}: use 'auto', 'none' or 'packed12'"
             )
-        if self.packing == "packed12" and (self.mode == "host" or self.store == "file"):
-            given = "expert_store 'file'" if self.store == "file" else "cache_mode 'host'"
+        if self.packing == "packed12" and (self.mode == "host" or not self.has_page_locked_store):
+            is_store = not self.has_page_locked_store
+            given = f"expert_store {self.store!r}" if is_store else "cache_mode 'host'"
             raise ConfigError(
                 "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it "
                 f"does not work with {given}"
@@ -179,10 +209,10 @@ class CacheConfig:
             raise ConfigError(
                 f"expert_dtype is {self.expert_dtype!r}: use 'none', 'fp8', 'int8' or 'int4'"
             )
-        if self.expert_dtype != "none" and self.store == "file":
+        if self.expert_dtype != "none" and not self.has_page_locked_store:
             raise ConfigError(
                 f"expert_dtype {self.expert_dtype!r} quantises experts while they are copied into "
-                "memory: use expert_store 'ram'"
+                f"memory, which expert_store {self.store!r} does not: use expert_store 'ram'"
             )
         if self.expert_dtype != "none" and self.packing == "packed12":
             raise ConfigError(
@@ -192,5 +222,19 @@ class CacheConfig:
 
     @property
     def has_page_locked_store(self) -> bool:
-        """Whether kernels can read experts where they are."""
-        return self.store == "ram"
+        """Whether kernels can read experts where they are; of "auto", whether they may."""
+        return self.store in ("ram", AUTO)
+
+    def _check_disk(self) -> None:
+        if self.store in ("disk", AUTO):
+            return
+        for option, is_given in (
+            ("expert_ram_gib", self.ram_nbytes is not None),
+            ("expert_ram_policy", self.ram_policy != DEFAULT_RAM_POLICY),
+            ("expert_pack", self.pack is not None),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{option} is for experts on disk, and expert_store is {self.store!r}: use "
+                    "expert_store 'disk' or 'auto', or leave it out"
+                )

@@ -49,5 +49,9 @@ class UnsupportedOperationError(HotExpertsError, RuntimeError):
     """The operation would break a model whose experts live in the cache (training, saving, ...)."""
 
 
+class StorageError(HotExpertsError, OSError):
+    """A disk does not give or take what is asked of it: it is full, faulty or not ours to use."""
+
+
 class HostMemoryError(HotExpertsError, MemoryError):
     """The host has not enough memory, or may not page-lock as much."""

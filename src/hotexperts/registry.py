@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from hotexperts.errors import ConfigError, UnknownNameError
@@ -18,12 +20,20 @@ class Registry(Generic[T]):
         kind: what is registered, for messages ("policy").
         base: the class that every registered class must extend.
         entries: name to `"module:Class"`.
+        elsewhere: names of what is not registered but known, and why it is not here.
     """
 
-    def __init__(self, kind: str, base: type[T], entries: dict[str, str]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        base: type[T],
+        entries: dict[str, str],
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._kind = kind
         self._base = base
         self._entries = dict(entries)
+        self._elsewhere = elsewhere
 
     def names(self) -> tuple[str, ...]:
         """The registered names, sorted."""
@@ -35,7 +45,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: the name is taken.
         """
-        if name in self._entries:
+        if name in self._entries or name in self._elsewhere:
             raise ConfigError(f"{self._kind} {name!r} is already registered: choose another name")
         self._entries[name] = target
 
@@ -49,6 +59,11 @@ class Registry(Generic[T]):
         if not isinstance(name, str):
             raise ConfigError(f"{self._kind} is {name!r}: give a name, such as {self.names()[0]!r}")
         target = self._entries.get(name, name if ":" in name else None)
+        if target is None and name in self._elsewhere:
+            raise UnknownNameError(
+                f"{self._kind} {name!r} {self._elsewhere[name]}: choose one of "
+                f"{', '.join(self.names())}"
+            )
         if target is None:
             raise UnknownNameError(
                 f"unknown {self._kind} {name!r}: choose one of {', '.join(self.names())}, "

@@ -21,6 +21,10 @@ class CacheStats:
         lru_hits: hits that an LRU cache of as many slots would have had; None where the policy
             does not count them.
         best_shadow_hits: likewise of the policy's best shadow cache, in each layer its own.
+        ram_hits: of the rows that were to be copied, those that were in host memory; None, like
+            the next two, where no experts are on disk.
+        disk_reads: those that were read from disk.
+        disk_bytes: bytes of these reads, whole blocks.
     """
 
     calls: int = 0
@@ -32,6 +36,9 @@ class CacheStats:
     bytes_moved: int = 0
     lru_hits: int | None = None
     best_shadow_hits: int | None = None
+    ram_hits: int | None = None
+    disk_reads: int | None = None
+    disk_bytes: int | None = None
 
     @property
     def demands(self) -> int:
@@ -52,6 +59,15 @@ class CacheStats:
         """The counters by name; those that are not counted are left out."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What one layer's rows in host memory saved, and what was read; see `CacheStats`."""
+
+    ram_hits: int = 0
+    disk_reads: int = 0
+    disk_bytes: int = 0
 
 
 def total(stats: Iterable[CacheStats]) -> CacheStats:

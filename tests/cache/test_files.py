@@ -170,37 +170,6 @@ def test_memory_that_the_system_refuses_is_a_clear_error() -> None:
         HostBuffer(2**62, pin=False)
 
 
-class RefusingRuntime:
-    """Stands in for the CUDA runtime of a machine whose limit on locked memory is too small."""
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        return 2
-
-
-def test_a_refused_page_lock_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", RefusingRuntime)
-    with pytest.raises(HostMemoryError, match=r"cannot page-lock 4 KiB.*RLIMIT_MEMLOCK.*ulimit -l"):
-        HostBuffer(4096, pin=True)
-
-
-def test_a_page_lock_ends_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[int] = []
-
-    class Runtime(RefusingRuntime):
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            released.append(address)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    buffer = HostBuffer(4096, pin=True)
-    address = buffer.bytes.data_ptr()
-    del buffer
-    assert released == [address]
-
-
 def test_more_than_the_host_has_is_refused_before_the_work() -> None:
     require_host_bytes(1, "nothing")
     with pytest.raises(HostMemoryError, match=r"a model needs .*, .* is available: keep the exp"):

@@ -207,11 +207,31 @@ def test_large_figures_fit_a_terminal_too(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            ["--expert-cache-size", "6GiB"],
+            "6GiB: in vLLM a shape is measured with slots: give 1 to",
+        ),
+        (["--cache-mode", "host"], "--cache-mode cannot be had with --shape gpt-oss-20b, which"),
+        (["--steps", 200000], "positions, the model has 131072: lower one"),
+        ([], "--shape gpt-oss-20b is measured in vLLM, which is not installed in this environment"),
+    ],
+)
+def test_what_vllm_has_not_is_refused(
+    argv: list[object], message: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotexperts.known_versions.installed", lambda *names: None)
+    assert_one_line(cli("bench", "--shape", "gpt-oss-20b", *argv), message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         (["--shape", "gpt"], "--shape 'gpt': give one of OLMoE-1B-7B"),
         (["m", "--shape", "OLMoE-1B-7B"], "give MODEL (m) or --shape OLMoE-1B-7B, not both"),
         (["--shape", "OLMoE-1B-7B", "--expert-cache-size", 65], "a layer has only 64 experts"),
         (["--layers", 2], "--layers is for --shape: leave it out"),
         (["--traces", "x"], "--traces is for --shape: leave it out"),
+        (["--shape", "gpt-oss-20b"], "--device cannot be had with --shape gpt-oss-20b, which vLLM"),
         (["--shape", "OLMoE-1B-7B", "--domain", "code"], "--domain is for a model: leave it out"),
         (["--shape", "OLMoE-1B-7B", "--dtype", "float32"], "--dtype is for a model: leave it out"),
         (["--shape", "OLMoE-1B-7B", "--layers", 99], "--layers 99: give 1 to 16"),

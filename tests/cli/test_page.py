@@ -217,7 +217,10 @@ def test_wrong_options_are_one_line(tmp_path: Path, cli: Cli) -> None:
         ((trace, "-o", tmp_path), "is a folder: name a file in it"),
         ((trace, "-o", tmp_path / "p.pdf"), "end the name in .html"),
         ((tmp_path / "x.npz", "-o", tmp_path / "p.html"), "no such file: give a trace, or"),
-        ((Path(__file__), "-o", tmp_path / "p.html"), "unknown kind: the name ends in .json"),
+        (
+            (Path(__file__), "-o", tmp_path / "p.html"),
+            "unknown kind: give a trace (.npz, .jsonl, .csv)",
+        ),
         ((run, "-o", tmp_path / "p.html", "--jobs", 2), "--jobs is for a trace"),
         ((run, "-o", tmp_path / "p.html", "--expert-mb", 2), "--expert-mb is for a trace"),
         ((trace, "-o", tmp_path / "p.html", "--policy", "best"), "unknown policy 'best'"),

@@ -55,6 +55,8 @@ def test_greedy_output_is_the_resident_model_s(
         "num_layers": 2,
         "policy": DEFAULT_POLICY,
         "store": store,
+        "held": "",
+        "store_reason": None,
         "packing": "none",
         "packing_report": "",
         "expert_dtype": "none",

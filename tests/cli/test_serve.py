@@ -531,4 +531,4 @@ def test_a_template_that_is_none_is_refused_at_the_start(tmp_path: Path, cli: Cl
     path.write_text("fine so far\n{% for")
     result = cli("serve", "--device", "cpu", "--port", 0, "--chat-template", path)
     assert (result.status, result.out) == (2, "")
-    assert "error: --chat-template: line 2: " in result.err
+    assert "error: --chat-template, line 2: " in result.err

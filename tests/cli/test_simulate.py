@@ -17,7 +17,7 @@ from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.simulate import Trace, belady, replay, write_trace
 from hotexperts.simulate.cost import Cost, expert_nbytes
 from hotexperts.simulate.sweep import Sweep, count_steps, run_sweep
-from simulate.models import lettered
+from simulate.models import layered, lettered
 
 NBYTES = 110_000_000  # 2 ms on a link of 55 GB/s
 TEXT = "A B A C B"
@@ -136,7 +136,10 @@ def test_json_into_a_file_is_what_is_printed(trace: Path, tmp_path: Path, cli: C
     [
         (["--policy", "mru"], "unknown policy 'mru': choose one of"),
         (["--policy", ","], "--policy is empty: list lru,adv,belady, or leave it out"),
-        (["--policy", "lru", "adv"], "adv is no trace: separate values by commas"),
+        (["adv"], "adv is no trace: separate values by commas"),
+        (["--policy", "lru", "mru"], "mru: no such file: give a trace"),
+        (["--cache-size", "1B"], "twice.npz: 1 bytes are less than one expert of "),
+        (["--cache-size", "6 parsecs"], "size '6 parsecs' has the unknown unit 'parsecs'"),
         (
             ["--cache-size", "0"],
             "twice.npz: capacity 0: a layer of the trace has 8 experts: give 1",
@@ -159,6 +162,26 @@ def test_json_into_a_file_is_what_is_printed(trace: Path, tmp_path: Path, cli: C
 )
 def test_wrong_options_are_one_line(argv: list[str], message: str, trace: Path, cli: Cli) -> None:
     assert_one_line(cli("simulate", trace, *argv), message)
+
+
+def test_lists_may_be_divided_by_spaces(trace: Path, cli: Cli) -> None:
+    lists = ["--policy", "lru", "adv", "belady", "--cache-size", "2", "4", "--batch", "1", "2"]
+    commas = ["--policy", "lru,adv,belady", "--cache-size", "2,4", "--batch", "1,2"]
+    expected = rows(cli("simulate", trace, *commas, "--json", "-"))
+    assert len(expected) == 12
+    assert rows(cli("simulate", trace, *lists, "--json", "-")) == expected
+    assert rows(cli("simulate", *lists, trace, "--json", "-")) == expected  # a file is a trace
+
+
+def test_a_cache_in_bytes(trace: Path, tmp_path: Path, cli: Cli) -> None:
+    layers = saved(layered("A/A B/A C/A"), tmp_path / "two.npz")
+    argv = ["--policy", "lru", "--json", "-", "--expert-mb", "2"]
+    sizes = ["--cache-size", "12MB,1GiB,3,15.9MB"]
+    assert [row["capacity"] for row in rows(cli("simulate", layers, *sizes, *argv))] == [3, 8]
+    assert_one_line(
+        cli("simulate", layers, "--cache-size", "12MB"),
+        "two.npz: a cache in bytes: give --expert-mb, an expert's size, or slots",
+    )
 
 
 def test_wrong_traces_are_one_line(trace: Path, tmp_path: Path, cli: Cli) -> None:

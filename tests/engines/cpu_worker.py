@@ -46,4 +46,4 @@ class ManyRanks:
         from hotexperts.integrations.vllm import hooks
 
         if self.rank == rank:
-            next(iter(hooks._alive()[0].providers.values())).reset()
+            next(iter(hooks.models()[0].providers.values())).reset()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 
 from hotexperts.errors import ConfigError, UnsupportedOperationError
+from hotexperts.simulate import read_trace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM warns a lot
 OPTIONS: dict[str, Any] = {
@@ -48,7 +52,7 @@ def stats_of(llm: Any) -> dict[str, dict[str, int]] | None:
     from hotexperts.integrations.vllm import hooks
 
     ours = llm.llm_engine.vllm_config.instance_id
-    found = [c.stats() for c in hooks._alive() if c.config.instance_id == ours]
+    found = [c.stats() for c in hooks.models() if c.config.instance_id == ours]
     if found:
         assert found[0] in llm.collective_rpc("expert_cache_stats")[0]
     return found[0] if found else None
@@ -118,11 +122,26 @@ VLLM_SERVE = (str(Path(sys.executable).parent / "vllm"), "serve")
 HOTEXPERTS_SERVE = (sys.executable, "-m", "hotexperts", "serve")
 
 
+def terminate(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+
+
+def press_ctrl_c(server: subprocess.Popen[bytes]) -> None:
+    """A terminal sends it to all processes, and the server sends its engine SIGTERM besides."""
+    os.killpg(server.pid, signal.SIGINT)
+
+
+def kill_all(server: subprocess.Popen[bytes]) -> None:
+    os.killpg(server.pid, signal.SIGKILL)
+
+
 @contextmanager
-def serving(command: Sequence[str], **variables: str) -> Iterator[str]:
+def serving(
+    command: Sequence[str], end: Callable[[Any], None] = terminate, **variables: str
+) -> Iterator[str]:
     """The address of a server, ready."""
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **variables}
-    server = subprocess.Popen(command, env=environment)
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
     url = "http://127.0.0.1:8642"
     try:
         for _ in range(240):
@@ -135,7 +154,7 @@ def serving(command: Sequence[str], **variables: str) -> Iterator[str]:
                 time.sleep(0.5)
         yield url
     finally:
-        server.terminate()
+        end(server)
         server.wait(30)
 
 
@@ -148,23 +167,96 @@ def complete(url: str, path: Path, key: str = "none") -> list[str]:
         return json.load(answer)["choices"][0]["logprobs"]["tokens"]
 
 
-def test_a_server_answers_over_http(checkpoint: Checkpoint) -> None:
+ON_CPU = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
+
+
+def options_of(files: dict[str, str]) -> tuple[str, str]:
+    return "--moe-expert-cache-options", json.dumps(files)
+
+
+def run_in_shell(line: str, documented_url: str, url: str) -> str:
+    assert documented_url in line
+    line = line.replace(documented_url, url)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout
+
+
+def misses_from(state: str, path: Path) -> int:
+    """Of the first prompt, in an engine that starts from a server's state."""
+    from vllm import LLM, SamplingParams
+
+    assert Path(state).is_file()
+    options = {"moe_expert_cache_size": 16, "moe_expert_cache_options": {"state": state}}
+    llm = LLM(str(path), **OPTIONS | options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+    return sum(layer["misses"] for layer in (stats_of(llm) or {}).values())
+
+
+def documented() -> tuple[str, list[str]]:
+    """The command that README.md and docs/vllm.md give for a server, and what they ask it."""
+    root = Path(__file__).parents[2]
+    found = [
+        re.findall(r"```\n(vllm serve MODEL --moe-expert-cache-size \d+)\n(curl.*?)```", text, re.S)
+        for text in ((root / name).read_text() for name in ("README.md", "docs/vllm.md"))
+    ]
+    assert found[0] == found[1]
+    ((serve, asked),) = found[0]
+    return serve, asked.replace("\\\n", "").splitlines()
+
+
+def test_a_server_answers_over_http(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Engine and server are processes of their own; the flag reaches them all, and the engine's
-    counters come back in the server's metrics."""
+    counters come back in the server's metrics. It leaves a trace and a state. The commands are
+    those of the documents, with a model, a port and what a CPU needs."""
     path = checkpoint("qwen3")
-    flags = ("--port", "8642", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
-    with serving((*VLLM_SERVE, str(path), *flags, "--moe-expert-cache-size", "16")) as url:
+    files = {"trace": str(tmp_path / "routing.npz"), "state": str(tmp_path / "state")}
+    serve, asked = documented()
+    command = shlex.split(serve.replace("MODEL", str(path)))
+    with serving((VLLM_SERVE[0], *command[1:], *ON_CPU, *options_of(files))) as url:
         found = complete(url, path)
         time.sleep(1.1)  # counters are published once a second
         complete(url, path)
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        completion, metrics = (
+            run_in_shell(line.replace("MODEL", str(path)), "http://localhost:8000", url)
+            for line in asked
+        )
+    usage = json.loads(completion)["usage"]
+    lines = metrics.splitlines()
     counters = dict(line.rsplit(" ", 1) for line in lines if line.startswith("hotexperts_"))
     assert float(counters['hotexperts_misses_total{rank="0"}']) > 0
     assert float(counters['hotexperts_hits_total{rank="0"}']) > 0
     assert float(counters['hotexperts_evictions_total{rank="0"}']) == 0
     expected, _ = generate(path, 0.0)
     assert [int(token.removeprefix("t")) for token in found] == list(expected[0][:12])
+    trace = read_trace(files["trace"])
+    phases = [0] * len(PROMPTS[0]) + [1] * 11  # the twelfth token is not fed
+    for seq in (0, 1):
+        assert trace.phase[trace.seq == seq].tolist() == phases
+    asked_for = [0] * usage["prompt_tokens"] + [1] * (usage["completion_tokens"] - 1)
+    assert trace.phase[trace.seq == 2].tolist()[: len(asked_for)] == asked_for
+    assert misses_from(files["state"], path) == 0
+
+
+@pytest.mark.parametrize("end", [press_ctrl_c, kill_all])
+def test_what_a_server_leaves_however_it_ends(
+    end: Callable[[Any], None], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Killed, it leaves what it had saved after the first step at least, and whole files."""
+    path = checkpoint("qwen3")
+    files = {"trace": str(tmp_path / "routing.npz"), "state": str(tmp_path / "state")}
+    command = (*VLLM_SERVE, str(path), "--moe-expert-cache-size", "16")
+    with serving((*command, *ON_CPU, *options_of(files)), end) as url:
+        complete(url, path)
+        time.sleep(1)  # for the thread that writes
+    trace = read_trace(files["trace"])
+    num_prompt = len(PROMPTS[0])
+    if end is press_ctrl_c:
+        assert trace.phase.tolist() == [0] * num_prompt + [1] * 11
+    assert trace.phase[:num_prompt].tolist() == [0] * num_prompt
+    assert misses_from(files["state"], path) == 0 or end is kill_all
+    leftovers = {file.name for file in tmp_path.iterdir()} - {"routing.npz", "state"}
+    assert not leftovers
 
 
 def test_hotexperts_serve_is_vllm_s_server(checkpoint: Checkpoint) -> None:

@@ -185,6 +185,37 @@ def test_cached_equals_resident(name: str, tmp_path: Path) -> None:
         assert (sums["evictions"] > 0) == (capacity < 16)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_in_parts_are_the_same_bit_for_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is repacked in parts of at most five of its sixteen experts, and then whole."""
+    from hotexperts.integrations.vllm.caches import ModelCaches
+    from hotexperts.integrations.vllm.chunks import _State, repack_in_parts
+
+    process = ModelCaches.process
+    in_parts: dict[str, torch.Tensor] = {}
+
+    def in_both_ways(caches: Any, layer: Any, method: Any, repack: Any) -> None:
+        device = next(layer.parameters()).device
+        before = _State(layer), _State(method)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = parameter.data.cpu()
+        found = repack_in_parts(layer, method, repack, 5, device, pin=False)
+        in_parts[layer.layer_name] = found.store.rows
+        for state in before:
+            state.restore()
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = parameter.data.to(device)
+        process(caches, layer, method, repack)
+
+    monkeypatch.setattr(ModelCaches, "process", in_both_ways)
+    engine = start(tmp_path, name)
+    whole = {name: p.store.rows for name, p in engine.caches.providers.items()}
+    assert list(in_parts) == list(whole)
+    assert all(torch.equal(in_parts[name], whole[name]) for name in whole)
+
+
 @pytest.mark.parametrize(
     "how",
     [

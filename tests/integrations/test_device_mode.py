@@ -217,11 +217,11 @@ def test_the_next_router_guesses_by_its_own_norm(checkpoint: Path) -> None:
     with torch.no_grad():
         for layer in layers:
             layer.post_attention_layernorm.weight.uniform_(0.5, 2)
-    guess = NextExperts(model, layers[0].mlp.experts, layers[1].mlp.experts, 3)
+    guess = NextExperts(model, layers[0].mlp.experts, layers[1].mlp.experts)
     plain = torch.randn(5, model.config.hidden_size, device=DEVICE)
     found = guess(plain * layers[0].post_attention_layernorm.weight)
     logits = plain * layers[1].post_attention_layernorm.weight @ layers[1].mlp.gate.weight.T
-    assert found.tolist() == logits.amax(0).topk(3).indices.tolist()
+    assert torch.allclose(found, logits, atol=1e-5)
 
 
 def test_a_prefetch_that_cannot_work_is_refused(checkpoint: Path) -> None:

@@ -108,7 +108,8 @@ def test_attach_quantises_too(checkpoint: Path) -> None:
     ("options", "message"),
     [
         ({"expert_dtype": "int3"}, "expert_dtype is 'int3': use 'none', 'fp8', 'int8' or 'int4'"),
-        ({"expert_store": "file"}, "while they are copied into memory: use expert_store 'ram'"),
+        ({"expert_store": "file"}, "memory, which expert_store 'file' does not: use expert_store"),
+        ({"expert_store": "disk"}, "memory, which expert_store 'disk' does not: use expert_store"),
         ({"expert_packing": "packed12"}, "two forms of the same experts: leave one of the two out"),
         ({"dtype": "float32"}, "for slots of 16 bits, and .* is float32: use dtype 'bfloat16'"),
     ],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,15 @@ from hotexperts.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
-from hotexperts.integrations.vllm import budget, compat, flags, options, plugin, refusals
+from hotexperts.integrations.vllm import (
+    budget,
+    compat,
+    flags,
+    hooks,
+    options,
+    plugin,
+    refusals,
+)
 
 
 @dataclass
@@ -205,6 +214,77 @@ def test_a_module_is_patched_once_when_it_is_imported(
     assert module.value == 2
     assert not any(isinstance(finder, plugin._Finder) for finder in sys.meta_path)
     del sys.modules["late_module"]
+
+
+def test_a_module_is_patched_though_it_was_looked_for_or_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "probed_module.py").write_text("value = 1\n1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def patch(module: Any) -> None:
+        module.value += 1
+
+    plugin.after_import("probed_module", patch)
+    assert importlib.util.find_spec("probed_module") is not None
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module("probed_module")
+    (tmp_path / "probed_module.py").write_text("value = 10\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module("probed_module").value == 11
+    assert not any(isinstance(finder, plugin._Finder) for finder in sys.meta_path)
+    del sys.modules["probed_module"]
+
+
+def test_a_module_that_was_missed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was half imported when the plug-in came is not imported again."""
+    name = "vllm.v1.worker.worker_base"
+    for known in plugin._PATCHES:
+        monkeypatch.delitem(sys.modules, known, raising=False)
+    plugin.check_patched()
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(UnsupportedModelError, match=r"too late for vllm\.v1\.worker.*register"):
+        plugin.check_patched()
+    vars(module)[plugin._DONE] = {plugin._PATCHES[name]}
+    plugin.check_patched()
+
+
+def test_a_model_without_a_single_cache_is_refused() -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1)
+    config = SimpleNamespace(
+        additional_config={"hotexperts": {"size": 4}},
+        model_config=SimpleNamespace(model="m"),
+        parallel_config=parallel,
+    )
+    for found in ([], [SimpleNamespace(layers={})]):
+        with pytest.raises(UnsupportedModelError, match="m has its experts in layers that vLLM"):
+            hooks.check_cached(config, found)
+    hooks.check_cached(config, [SimpleNamespace(layers={"l0": 1})])
+    parallel.pipeline_parallel_size = 2
+    hooks.check_cached(config, [])
+    config.additional_config, parallel.pipeline_parallel_size = {}, 1
+    hooks.check_cached(config, [])
+
+
+def test_a_method_of_two_layers_is_held_once() -> None:
+    calls: list[str] = []
+    caches = SimpleNamespace(
+        num_expected=0,
+        created=lambda layer: calls.append(f"created {layer}"),
+        process=lambda layer, method, process: calls.append(f"processed {layer}"),
+    )
+    method = SimpleNamespace(
+        create_weights=lambda layer: calls.append(f"create {layer}"),
+        process_weights_after_loading=lambda layer: None,
+    )
+    for layer in ("a", "b"):
+        hooks._cached(method, caches)
+        method.create_weights(layer)
+    for layer in ("a", "b"):
+        method.process_weights_after_loading(layer)
+    assert caches.num_expected == 2
+    assert calls == ["create a", "created a", "create b", "created b", "processed a", "processed b"]
 
 
 def test_experts_beyond_the_host_are_refused_before_they_load(

@@ -109,3 +109,28 @@ def test_a_budget_is_that_of_the_fullest_rank(
     reduce_op = SimpleNamespace(MAX="max")
     monkeypatch.setattr(ranks, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=reduce_op))
     assert ranks.largest_of_ranks(5) == expected
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_ranks_are_asked_whether_they_hold_the_same(
+    is_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = make(CachedWeightProvider), make(CachedWeightProvider)
+    ask(mine, 1)
+    ask(other, 1 if is_alike else 2)
+    group = SimpleNamespace(world_size=2, cpu_group="cpu")
+
+    def all_reduce(extremes: torch.Tensor, op: Any, group: str) -> None:
+        assert group == "cpu"
+        theirs = fingerprint(other).view(1)
+        extremes.copy_(torch.maximum(extremes, torch.stack([theirs, ~theirs])))
+
+    state = SimpleNamespace(get_tp_group=lambda: group)
+    for part in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    reduce_op = SimpleNamespace(MAX="max")
+    monkeypatch.setattr(ranks, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=reduce_op))
+    assert ranks.same_on_all_ranks([mine]) == is_alike
+    group.world_size = 1
+    assert ranks.same_on_all_ranks([mine])

@@ -92,6 +92,58 @@ def test_steps_become_tokens(tmp_path: Path) -> None:
     assert len(read_trace(path).ids) == 10
 
 
+def test_a_process_that_is_killed_leaves_what_it_wrote_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the first step, and then twice a minute, or more rarely where writing takes long."""
+    from hotexperts.integrations.vllm import trace
+
+    now = 100.0
+    seconds = 0.0
+    save = trace.TraceWriter.save
+
+    def take_long(writer: Any) -> None:
+        nonlocal now
+        save(writer)
+        now += seconds
+
+    monkeypatch.setattr(trace, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(trace.TraceWriter, "save", take_long)
+    made, rows = recorder(tmp_path / "r.npz")
+    for buffer in rows:
+        buffer.copy_(torch.tensor([3, 5]).expand(8, 2))
+
+    def num_left_at(second: float, position: int) -> int:
+        nonlocal now
+        now = second
+        new = {"a": ([7], None, 0)} if position == 0 else {}
+        going = {"a": position} if position else {}
+        made.after_step(step(new, going, {"a": 1}), runner("a"))
+        assert made._saving is not None
+        made._saving.join()
+        return len(read_trace(tmp_path / "r.npz").ids)
+
+    assert num_left_at(100, 0) == 1
+    assert num_left_at(129, 1) == 1
+    seconds = 4.0
+    assert num_left_at(130, 2) == 3
+    assert num_left_at(130 + 79, 3) == 3
+    seconds = 0.0
+    assert num_left_at(130 + 80, 4) == 5
+
+    def refuse(writer: Any) -> None:
+        raise TraceError("no room")
+
+    monkeypatch.setattr(trace.TraceWriter, "save", refuse)
+    assert num_left_at(300, 5) == 5
+    assert caplog.records[-1].message == (
+        "expert cache: the trace so far is not saved, later again: no room"
+    )
+    monkeypatch.setattr(trace.TraceWriter, "save", save)
+    assert num_left_at(400, 6) == 7
+    assert made.end() == str(tmp_path / "r.npz")
+
+
 def test_a_file_that_cannot_grow_ends_the_trace_and_not_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,8 @@ from hotexperts.kernels.prefetch.launch import Prefetch
 from hotexperts.kernels.prefetch.triton import prefetch_kernel
 
 LONG = ("counters", "copies", "ahead_counters")
-SCALARS = ("num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first", "first_key")
+SCALARS = ("num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first")
+SCALARS += ("num_tokens", "before", "layer")
 
 
 def compiled(kernel, constants, capability):
@@ -38,7 +39,7 @@ def compiled(kernel, constants, capability):
     signature = {n: "constexpr" if n in constants else "*i32" for n in names}
     signature |= {n: "i32" for n in names if n in SCALARS}
     signature |= {n: "*i64" for n in names if n in LONG}
-    signature |= {n: "*fp32" for n in names if n == "powers"}
+    signature |= {n: "*fp32" for n in names if n in ("powers", "scores", "switch")}
     source = ASTSource(
         kernel,
         signature,
@@ -46,7 +47,7 @@ def compiled(kernel, constants, capability):
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
     )
     found = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    words = re.findall(r"((?:ld|st)(?:\.volatile)?\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
+    words = re.findall(r"((?:ld|st|atom)(?:\.volatile)?\.global[\w.]*\.[bu]\d+)", found.asm["ptx"])
     return Counter(words), len(found.asm["cubin"])
 
 
@@ -70,7 +71,7 @@ launch, kernel = plan, plan_gather_kernel
 if name == "fill":
     launch, kernel = BankFill(plan, gather, num_rows, rows), fill_bank_kernel
 if name == "prefetch":
-    launch, kernel = Prefetch(plan, ahead, gather, rows, 0), prefetch_kernel
+    launch, kernel = Prefetch(plan, ahead, gather, rows), prefetch_kernel
 constants = dict(launch._constants)
 if name == "prefetch":
     constants["NUM_GUESSES"] = 4

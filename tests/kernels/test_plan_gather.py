@@ -13,8 +13,9 @@ from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.naive import fill_bank, gather
 from hotexperts.kernels.plan import DEVICE_POLICIES, Counter, PlanLayout
 from hotexperts.kernels.plan import naive as naive_plan
-from hotexperts.kernels.plan.layout import NUM_COUNTERS
+from hotexperts.kernels.plan.layout import NUM_COUNTERS, Scalar
 from hotexperts.policy import POLICIES
+from hotexperts.policy.adv import LRU
 from hotexperts.residency import Residency
 
 pytest.importorskip("triton")
@@ -118,6 +119,20 @@ def test_policy_naive_and_kernel_agree(policy: str, shape: tuple[int, int, int, 
         limit = draw.choice([0, 0, 1, 8])
         layer.event(ids, num_valid, evict=draw.random() > 0.1, max_bypassed=limit)
     assert layer.naive_counters[Counter.CALLS] == NUM_EVENTS
+
+
+@pytest.mark.interpret
+def test_adv_takes_to_lru_alike() -> None:
+    """Two lanes scan one row after the other: who turns away misses what the second one needs."""
+    layer = Layer("adv", 16, 6, num_programs=9, num_warps=4, block_words=64)
+    chosen = set()
+    for event in range(NUM_EVENTS):
+        ids = [[(2 * event + 4 * lane + i) % 16 for i in range(2)] for lane in range(2)]
+        layer.event(torch.tensor(ids), None, max_bypassed=8)
+        chosen.add(layer.policy.index)
+    assert LRU in chosen
+    words = layer.naive_state[Scalar.WORTH : Scalar.REGRET + 1].view(torch.float32).tolist()
+    assert words == [*layer.policy.worth.tolist(), *layer.policy.regret.tolist()]
 
 
 @pytest.mark.interpret

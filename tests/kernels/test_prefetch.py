@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +14,19 @@ import torch
 from hotexperts.cache.packed_store import PackedBackingStore, lay_out_packed
 from hotexperts.cache.store import RowForm
 from hotexperts.formats import ExpertLayout
-from hotexperts.kernels.gather.ahead import KEYS, AheadCounter, AheadRows
+from hotexperts.kernels.gather.ahead import NOBODY, AheadCounter, AheadRows, Turn, Word
 from hotexperts.kernels.gather.codes import INT4
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.gather.scaled import Scaled
 from hotexperts.kernels.plan import PlanLayout
 from hotexperts.kernels.prefetch import naive
+from hotexperts.kernels.prefetch.switch import Switch, fresh_switch
+from hotexperts.predict.control import Control
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.interpret
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
-NUM_EXPERTS, CAPACITY, NUM_ROWS, NUM_PROGRAMS, KEY = 12, 5, 2, 3, 4096
+NUM_EXPERTS, CAPACITY, NUM_ROWS, NUM_PROGRAMS, LAYER = 12, 5, 2, 3, 7
 TILES = Scaled(INT4, 32, 192, 32, 1, 16, torch.bfloat16)  # tiles of 64 columns
 HOW: dict[str, Any] = {"num_warps": 4, "block_words": 64}
 
@@ -73,10 +77,12 @@ class Layer:
         self.rows_ahead = GatherLayout.of(*place, NUM_ROWS, packings)
         self.ahead = AheadRows.of(self.rows_ahead, NUM_ROWS, NUM_PROGRAMS, torch.device(DEVICE))
         self.buffer = self.slots.buffer(torch.device(DEVICE))
-        self.rows = self.rows.pin_memory() if DEVICE == "cuda" else self.rows
-        options = {"num_programs": NUM_PROGRAMS, "ahead": self.ahead, "first_key": KEY} | HOW
+        self.rows = self.rows.pin_memory() if DEVICE == "cuda" and not packs else self.rows
+        self.store = store  # whose memory the rows are
+        options = {"num_programs": NUM_PROGRAMS, "ahead": self.ahead, "layer": LAYER} | HOW
         self.plan = PlanGather(self.layout, self.slots, self.rows, self.buffer, **options)
-        self.prefetch = Prefetch(self.plan, self.ahead, self.rows_ahead, self.rows, KEY, **HOW)
+        self.prefetch = Prefetch(self.plan, self.ahead, self.rows_ahead, self.rows, **HOW)
+        self.turn(LAYER - 1, Turn.ASKED)
 
     def call(self, experts: list[int]) -> None:
         """One event, after which every resident's slot must have its expert's bits."""
@@ -90,11 +96,31 @@ class Layer:
                     found = self.buffer[begin + slot * size :][:size].cpu()
                     assert torch.equal(found, self.expected[name][expert]), (expert, name)
 
+    def turn(self, layer: int, turn: Turn) -> None:
+        self.ahead.words[:, Word.TURN] = 4 * layer + turn
+
+    def guess(self, *experts: int) -> None:
+        """After the plan of the layer before; the likeliest first."""
+        self.turn(LAYER - 1, Turn.ASKED)
+        self.prefetch(scores_of(experts).to(DEVICE), LAYER - 1, len(experts))
+
+    def done(self) -> list[int]:
+        """Blocks that each program copied."""
+        return self.ahead.words[:, Word.BLOCKS].tolist()
+
     def slot_of(self) -> torch.Tensor:
         return self.layout.view(self.plan.state, "slot_of").cpu()
 
     def counts(self) -> list[int]:
         return self.plan.ahead_counters.tolist()
+
+
+def scores_of(experts: Sequence[int]) -> torch.Tensor:
+    """Of two tokens, of which the second asks for nothing."""
+    scores = torch.full((2, NUM_EXPERTS), -torch.inf)
+    for place, expert in enumerate(experts):
+        scores[0, expert] = -float(place)
+    return scores
 
 
 @pytest.mark.parametrize("packs", [False, True, TILES])
@@ -104,17 +130,19 @@ def test_kernel_and_twin_agree(packs: bool | Scaled) -> None:
     layer.ahead.buffer.fill_(-1)
     twin.buffer.fill_(-1)
     issued = 0
-    for _ in range(6):
+    for step in range(8):
         layer.call(draw.sample(range(NUM_EXPERTS), 3))
-        guesses = [*draw.sample(range(-1, NUM_EXPERTS), 3), draw.choice([-1, 99])]
-        on_device = torch.tensor(guesses, dtype=torch.int32, device=DEVICE)
-        layer.prefetch(on_device)
-        issued += naive.prefetch(
-            twin, layer.rows_ahead, layer.rows.cpu(), on_device.cpu(), layer.slot_of(), KEY
-        )
+        kind = [torch.float32, torch.bfloat16][step % 2]
+        scores = torch.randn(1 + step % 3, NUM_EXPERTS).mul(2).round().to(kind)  # with equals
+        scores[0, step] = [-torch.inf, torch.nan, torch.inf][step % 3]
+        num_guesses = draw.choice([1, 4, NUM_EXPERTS])
+        layer.turn(LAYER - 1, Turn.ASKED)
+        layer.prefetch(scores.to(DEVICE), LAYER - 1, num_guesses)
+        where = twin, layer.rows_ahead, layer.rows.cpu()
+        issued += naive.prefetch(*where, scores, layer.slot_of(), LAYER, num_guesses)
         assert torch.equal(layer.ahead.buffer.cpu(), twin.buffer)
-        keys = slice(KEYS, KEYS + NUM_ROWS)
-        assert torch.equal(layer.ahead.words[keys].cpu(), twin.words[keys])
+        columns = [Word.TURN, *range(Word.EXPERTS, Word.EXPERTS + NUM_ROWS)]
+        assert torch.equal(layer.ahead.words.cpu()[:, columns], twin.words[:, columns])
         assert layer.counts()[AheadCounter.ISSUED] == issued
 
 
@@ -132,16 +160,15 @@ def test_a_plan_takes_what_is_there_and_copies_the_rest(packs: bool | Scaled) ->
         used = layer.counts()[AheadCounter.USED]
         absent = [e for e, slot in enumerate(layer.slot_of().tolist()) if slot < 0]
         guesses = draw.sample(absent, 2)
-        layer.prefetch(torch.tensor([*guesses, -1, -1], dtype=torch.int32, device=DEVICE))
-        done = layer.ahead.words[KEYS + NUM_ROWS :]
-        assert int(done.sum()) == 2 * num_blocks
+        layer.guess(*guesses)
+        done = layer.done()
+        assert sum(done) == 2 * num_blocks
         before = layer.counts()[AheadCounter.SAVED]
-        stop_at(layer, [int(share * number) for number in done.tolist()])
+        stop_at(layer, [int(share * number) for number in done])
         layer.call([guesses[1], guesses[0], draw.choice(absent)])
-        saved = layer.counts()[AheadCounter.SAVED] - before
-        assert saved == int(done.sum())
+        assert layer.counts()[AheadCounter.SAVED] - before == sum(layer.done())
         assert layer.counts()[AheadCounter.USED] == used + 2
-        assert layer.ahead.words[: KEYS + NUM_ROWS].tolist() == [0, -1, -1]
+        assert layer.ahead.words[:, Word.TURN].tolist() == [4 * LAYER + Turn.ASKED] * NUM_PROGRAMS
 
 
 def words_of_block(layer: Layer, size: int, block: int, i_block: int) -> torch.Tensor:
@@ -170,34 +197,89 @@ def stop_at(layer: Layer, num_done: list[int]) -> None:
                         of_row = buffer[begin + row * size :][:size]
                         of_row[words_of_block(layer, size, block, i_block)] = -7
                     position += 1
-        layer.ahead.words[KEYS + NUM_ROWS + program] = limit
+        layer.ahead.words[program, Word.BLOCKS] = limit
 
 
 def test_what_is_there_is_not_copied_again() -> None:
     """Marked bytes of a row ahead reach the slot."""
     layer = Layer(packs=False)
-    layer.prefetch(torch.tensor([4, -1, -1, -1], dtype=torch.int32, device=DEVICE))
+    layer.guess(4)
     layer.ahead.buffer[5] = 1234
     layer.expected["wide"][4, 5] = 1234
     layer.call([4])
-    assert layer.counts()[AheadCounter.SAVED] == int(layer.ahead.words[KEYS + NUM_ROWS :].sum())
+    assert layer.counts()[AheadCounter.SAVED] == sum(layer.done())
 
 
-def test_rows_of_another_layer_are_not_taken() -> None:
+@pytest.mark.parametrize("turn", [(LAYER + 1, Turn.DONE), (LAYER, Turn.ASKED), (0, Turn.RUNNING)])
+def test_rows_that_are_not_this_calls_are_not_taken(turn: tuple[int, Turn]) -> None:
+    """Another layer's, those of a call before, those that another layer still waits for."""
     layer = Layer(packs=False)
-    layer.prefetch(torch.tensor([4, 5, -1, -1], dtype=torch.int32, device=DEVICE))
-    layer.ahead.words[KEYS : KEYS + NUM_ROWS] += 4096
+    layer.guess(4, 5)
+    layer.turn(*turn)
     layer.ahead.buffer.fill_(-7)
     layer.call([4, 5])
     assert layer.counts()[AheadCounter.USED :] == [0, 0]
 
 
-def test_who_is_told_to_stop_before_the_start_copies_nothing() -> None:
+def test_programs_take_what_their_own_twins_brought() -> None:
+    """Two of three began before the layer asked."""
     layer = Layer(packs=True)
-    layer.ahead.words[0] = 1
-    layer.ahead.buffer.fill_(-7)
-    layer.prefetch(torch.tensor([4, 5, -1, -1], dtype=torch.int32, device=DEVICE))
-    assert (layer.ahead.buffer == -7).all()
+    layer.guess(4, 5)
+    done = layer.done()
+    layer.ahead.words[1] = torch.tensor([4 * (LAYER - 1) + Turn.ASKED, 99, 4, 5])
     layer.call([4, 5])
-    assert layer.ahead.words[0] == 0, "the next prefetch may run"
-    assert layer.counts() == [2, 0, 2, 0]
+    assert layer.counts()[AheadCounter.SAVED] == done[0] + done[2]
+
+
+@pytest.mark.parametrize("turn", [(LAYER, Turn.ASKED), (LAYER + 1, Turn.ASKED), (0, Turn.DONE)])
+def test_who_comes_after_the_layer_asked_copies_nothing(turn: tuple[int, Turn]) -> None:
+    layer = Layer(packs=True)
+    layer.turn(*turn)
+    before = layer.ahead.words.clone()
+    layer.ahead.buffer.fill_(-7)
+    layer.prefetch(scores_of([4, 5]).to(DEVICE), LAYER - 1, 2)
+    assert (layer.ahead.buffer == -7).all()
+    assert torch.equal(layer.ahead.words, before)
+    layer.call([4, 5])
+    assert layer.counts() == [0, 0, 0, 0]
+
+
+def test_a_layer_that_is_off_copies_nothing() -> None:
+    layer = Layer(packs=False)
+    layer.plan.switch[Switch.IS_ON] = 0
+    layer.guess(4, 5)
+    assert layer.counts() == [0, 0, 0, 0]
+    assert layer.ahead.words[:, Word.TURN].tolist() == [4 * (LAYER - 1) + Turn.ASKED] * NUM_PROGRAMS
+    assert layer.ahead.words[0, Word.EXPERTS] == NOBODY
+
+
+def test_plans_record_what_guesses_were_good_for() -> None:
+    layer, twin = Layer(packs=False), Control(1, NUM_ROWS, ratio=None)
+    for guesses, demand in [((4, 5), [4, 6]), ((), [6]), ((7,), [8])]:
+        layer.guess(*guesses) if guesses else None
+        layer.call(demand)
+        twin.record(0, 0, len(guesses), len({*guesses} & {*demand}))
+        assert layer.plan.switch[Switch.PAYOFF].item() == pytest.approx(twin.layers[0].payoff)
+
+
+def test_the_switch_follows_its_specification() -> None:
+    """Good times, all hits, waste; through off, rest and trials."""
+    from kernels.judging import judge_kernel
+
+    switch, twin = fresh_switch(torch.device(DEVICE)), Control(1, NUM_ROWS, ratio=None)
+    state, draw, states = twin.layers[0], random.Random(9), []
+    for chance in [0.9] * 40 + [0.0] * 900 + [0.5] * 900:
+        issued = 2 if state.is_on and draw.random() < chance else 0
+        used = draw.randrange(issued + 1)
+        judge_kernel[(1,)](switch, issued, used)
+        twin.record(0, 0, issued, used)
+        found = switch.tolist()
+        exact = [float(state.is_on), float(state.trial), float(state.rest), float(state.next_rest)]
+        assert [found[place] for place in EXACT] == exact
+        assert found[Switch.PAYOFF] == pytest.approx(state.payoff, abs=1e-5)
+        states.append(state.is_on)
+    changes = [after for before, after in itertools.pairwise(states) if before != after]
+    assert changes == [False, True] * 2
+
+
+EXACT = Switch.IS_ON, Switch.TRIAL, Switch.REST, Switch.NEXT_REST

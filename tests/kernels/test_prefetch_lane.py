@@ -11,8 +11,8 @@ import torch
 
 from hotexperts.cache import CPUBackingStore
 from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.cache.prefetch import AHEAD_ROWS, PrefetchLane
-from hotexperts.kernels.gather.ahead import AheadCounter
+from hotexperts.cache.prefetch import PrefetchLane
+from hotexperts.kernels.gather.ahead import NOBODY, AheadCounter
 from hotexperts.kernels.plan import Counter
 
 pytest.importorskip("triton")
@@ -43,11 +43,20 @@ def run(layers: Sequence[DeviceWeightProvider], ids: torch.Tensor, guesses: torc
     for number, layer in enumerate(layers):
         found = layer.prepare(ids[number : number + 1])
         if number + 1 < len(layers):
-            layer.guess_next(lambda n=number: guesses[n + 1], guesses)
+            layer.guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
         rows = found.topk_ids.flatten()
         values = 100 * number + ids[number]
         assert torch.equal(found.tensors.bias[rows].long(), values)
         assert (found.tensors.w[rows] == values.view(-1, 1)).all()
+
+
+def scores_of(guesses: torch.Tensor) -> torch.Tensor:
+    """The likeliest first; -1 for nobody."""
+    scores = torch.full((1, NUM_EXPERTS + 1), -torch.inf, device=guesses.device)
+    falling = -torch.arange(len(guesses), device=guesses.device).float()
+    return scores.scatter(1, guesses.long().unsqueeze(0) % (NUM_EXPERTS + 1), falling.unsqueeze(0))[
+        :, :NUM_EXPERTS
+    ].contiguous()
 
 
 def steps(num_steps: int, seed: int) -> torch.Tensor:
@@ -91,11 +100,11 @@ def test_a_reset_forgets_what_came_ahead() -> None:
     layers = make_layers()
     ids = steps(1, seed=2)[0]
     layers[0].prepare(ids[:1])
-    layers[0].guess_next(lambda: ids[1].int(), ids)
+    layers[0].guess_next(lambda: scores_of(ids[1]), ids, 4)
     layers[1].reset()
     lane = layers[1]._lane
     assert lane is not None
-    assert lane.ahead.words[: 1 + AHEAD_ROWS].tolist() == [0, -1, -1]
+    assert (lane.ahead.words == NOBODY).all()
     lane.ahead.buffer.fill_(-7)
     run(layers, ids, torch.full_like(ids, -1).int())
 
@@ -118,7 +127,7 @@ def test_prefetches_inside_a_graph() -> None:
         for number, layer in enumerate(layers):
             result = layer.prepare(ids[number : number + 1])
             if number + 1 < NUM_LAYERS:
-                layer.guess_next(lambda n=number: guesses[n + 1], guesses)
+                layer.guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
             rows = result.topk_ids.flatten()
             found.append((result.tensors.bias[rows], result.tensors.w[rows].amin(1)))
             found[-1] += (result.tensors.w[rows].amax(1),)

@@ -123,5 +123,5 @@ def test_static_admits_only_what_its_profile_has_hotter() -> None:
 
 def test_static_wants_a_profile_of_all_experts() -> None:
     policy_class: Any = POLICIES.load("static")
-    with pytest.raises(ConfigError, match="profile has 3 values, give 8"):
+    with pytest.raises(ConfigError, match="profile has 3 values: give 8"):
         policy_class(8, 2, profile=[1, 2, 3])

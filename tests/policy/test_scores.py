@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hotexperts.policy import POLICIES
-from hotexperts.policy.adv import HOME, SHADOWS
+from hotexperts.policy.adv import HOME, LRU, SHADOWS
 from hotexperts.types import Event
 from policy.replay import Replay
 
@@ -179,6 +179,9 @@ def test_adv_changes_over_to_the_mix_that_hits() -> None:
         ({4: 1003, 5: 1003}, 4),  # the lowest of equals
         ({1: 1003, 5: 1004}, 5),
         ({1: 1003, HOME: 1002}, HOME),
+        ({LRU: 1001}, HOME),
+        ({LRU: 1003}, LRU),
+        ({6: 1003, LRU: 1003}, 6),
     ],
 )
 def test_adv_leaves_its_home_only_for_a_clear_winner(worth: dict[int, int], index: int) -> None:
@@ -193,9 +196,39 @@ def test_adv_leaves_its_home_only_for_a_clear_winner(worth: dict[int, int], inde
 def test_adv_judges_hits_before_the_shadows_move() -> None:
     replay = Replay("adv", 2)
     replay.calls("A AB")
-    assert replay.policy.worth.tolist() == [1.0] * len(SHADOWS)
+    assert replay.policy.worth.tolist() == [1.0] * 8  # LRU's is the last
     replay.call("AB")
-    assert replay.policy.worth.tolist() == [float(np.float32(0.99) + np.float32(2))] * len(SHADOWS)
+    assert replay.policy.worth.tolist() == [float(np.float32(0.99) + np.float32(2))] * 8
+
+
+def test_adv_does_as_lru_where_it_falls_behind_lru() -> None:
+    policy: Any = POLICIES.load("adv")(8, 4)
+    policy.regret[:] = 2.1
+    policy.decide([0, 1], [9, 9], (), 4)  # 2.0979 is less than twice two
+    assert policy.index == HOME
+    policy.regret[:] = 2.1
+    found = policy.decide([2], [1], (0, 1), 0)
+    assert policy.index == LRU
+    assert policy.regret[0] == np.float32(0.999) * np.float32(2.1)
+    assert (found.admitted, found.victims) == ((2,), (0,))  # the lower id of one event
+
+
+def test_adv_as_lru_lets_everybody_in() -> None:
+    # A busy call, in which AUTO would turn C and D away: LRU lets them in for the oldest two.
+    for regret, expected in ((0, "~CD"), (99, "+CD -AB")):
+        replay = Replay("adv", 4)
+        replay.calls("AAAAAABBBBBB " * 9)
+        replay.calls("EF " * 2)
+        replay.policy.regret[:] = regret
+        assert replay.call("CDEF") == expected
+
+
+def test_adv_counts_hits_that_lru_has_more() -> None:
+    replay = Replay("adv", 2)
+    replay.calls("AB " * 21 + "C D C")  # LRU hits the last, ADV does not: see test_shadow
+    assert replay.policy.regret.tolist() == [1.0]
+    replay.call("D")
+    assert replay.policy.regret.tolist() == [float(np.float32(0.999)) + 0.0]
 
 
 def test_adv_shadows_do_not_evict_in_a_prefill() -> None:

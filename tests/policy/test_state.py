@@ -135,7 +135,7 @@ def test_settings_of_a_policy_count_too() -> None:
         (lambda state: {"policy": "adv"}, "not the state of a policy"),
         (lambda state: state | {"history": {"tick": 1}}, "has not the history tick, "),
         (lambda state: state | {"settings": []}, "has not the settings num_experts, capacity"),
-        (lambda state: put(state, "worth", [1, 2]), r"worth is damaged \(shape \(2,\), not \(7,\)"),
+        (lambda state: put(state, "worth", [1, 2]), r"worth is damaged \(shape \(2,\), not \(8,\)"),
         (lambda state: put(state, "totals", [1]), r"totals is damaged \(1 values, not 3\)"),
         (lambda state: put(state, "tick", "now"), r"tick is damaged \('now', not a number\)"),
         (lambda state: put(state, "lru_shadow.order", 7), r"lru_shadow\.order is damaged"),

@@ -128,3 +128,30 @@ def test_names_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(TraceError, match=r"cannot be written \(Permission denied\): make room"):
         check_out(tmp_path / "t.npz")
+
+
+def test_a_trace_so_far_is_whole_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.npz"
+    with TraceWriter(path, 8, {}) as writer:
+        for token in range(3):
+            writer.append([[token, 7]], 1, 0)
+            writer.save()
+            assert read_trace(path).ids.tolist() == [[[i, 7]] for i in range(token + 1)]
+            assert [file.name for file in tmp_path.iterdir()] == ["t.npz"]
+        saved_at = path.stat().st_mtime_ns
+    assert path.stat().st_mtime_ns == saved_at, "the end has nothing more to write"
+    with TraceWriter(path, 8, {}) as writer:
+        writer.append([[0, 1]], 1, 0)
+        write = writer._write
+
+        def while_another_appends(partial: Path, num_tokens: int) -> None:
+            writer.append([[4, 5]], 1, 0)
+            write(partial, num_tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "_write", while_another_appends)
+            writer.save()
+        assert read_trace(path).ids.tolist() == [[[0, 1]]]
+    assert read_trace(path).ids.tolist() == [[[0, 1]], [[4, 5]]]

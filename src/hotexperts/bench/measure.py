@@ -6,25 +6,22 @@ others and the first again.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from hotexperts.bench.decode import Decoder
 from hotexperts.bench.difference import Step, drawn_ids, first_difference, likeliest, record
 from hotexperts.bench.rows import Found, Row, cached_row, resident_row
 from hotexperts.bench.sources import Source, free_memory, resident_or_refuse
-from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.link import link_gb_s
 from hotexperts.integrations.transformers.experts import BATCHED_MAX_PAIRS, set_algorithm
 from hotexperts.integrations.transformers.modules import top_k_of
 
+LINK_EXPERTS = 8  # a copy
 _WARM_UP_STEPS = 2
 _VERIFY_PROMPT_TOKENS, _VERIFY_TOKENS = 32, 8
-_LINK_EXPERTS, _LINK_REPEATS = 8, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def _measure_cache(
     model = source.cached(size, wanted.kv_tokens)
     about = _about(model, size) | {"load_seconds": time.perf_counter() - start}
     facts, said = _facts(model), _verified(model, resident)
-    link = link_gb_s(facts["expert_nbytes"], model.device)
+    link = link_gb_s(LINK_EXPERTS * facts["expert_nbytes"], model.device)
     rows = []
     for batch in wanted.batches:
         row = {**about, "batch": batch, "link_gb_s": link, **said}
@@ -154,21 +151,6 @@ def _facts(model: Any) -> dict[str, Any]:
         "num_experts": min(p.store.num_experts for p in cache.providers),
         "expert_nbytes": max(p.store.layout.nbytes for p in cache.providers),
     }
-
-
-def link_gb_s(expert_nbytes: int, device: torch.device) -> float:
-    """GB/s of `copy_` of 8 experts to the device, from page-locked memory where that is a GPU."""
-    is_gpu = device.type == "cuda"
-    source = HostBuffer(_LINK_EXPERTS * expert_nbytes, pin=is_gpu)
-    target = torch.empty_like(source.bytes, device=device)
-    taken = []
-    for _ in range(1 + _LINK_REPEATS):
-        start = time.perf_counter()
-        target.copy_(source.bytes, non_blocking=True)
-        if is_gpu:
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return source.bytes.numel() / statistics.median(taken[1:]) / 1e9
 
 
 def _verified(model: Any, resident: Resident) -> Row:
@@ -210,7 +192,7 @@ def _decoded(source: Source, model: Any, wanted: Wanted, batch: int) -> Found:
     if cache is not None:
         cache.reset()
     return [
-        (group, decoder.sequence(group.prompt, group.show, wanted.steps))
+        (group.name, decoder.sequence(group.prompt, group.show, wanted.steps))
         for group in (*groups, groups[0])
     ]
 

@@ -70,7 +70,7 @@ def _find(place: Path, shape: Shape) -> tuple[Path, Trace]:
             )
         return place, trace
     if not place.is_dir():
-        raise ConfigError(f"--traces {place}: no such file or folder")
+        raise ConfigError(f"--traces {place}: no such file or folder: give one that exists")
     read = {path: _read(path) for path in sorted(place.glob("*.npz"))}
     found = {path: trace for path, trace in read.items() if trace and _fits(trace, shape)}
     if len(found) != 1:

@@ -11,11 +11,15 @@ import torch
 from hotexperts.bench.bound import bound
 from hotexperts.bench.decode import Taken
 from hotexperts.bench.machine import spread
-from hotexperts.bench.sources import Group
 from hotexperts.stats import CacheStats, total
 
 Row = dict[str, Any]
-Found = list[tuple[Group, Taken]]  # the first group cold, then the others and the first again
+Found = list[tuple[str, Taken]]  # the first group cold, then the others and the first again
+
+
+def name_of(first: int, batch: int) -> str:
+    """Of sequences that are decoded together."""
+    return f"sequences {first} to {first + batch - 1}" if batch > 1 else f"sequence {first}"
 
 
 def resident_row(found: Found, batch: int, prompt_tokens: int) -> Row:
@@ -45,7 +49,7 @@ def cached_row(
     for start, taken in (("cold", [cold]), ("warm", [each for _, each in rest])):
         row[start] = _speed(taken, batch, prompt_tokens)
         row[start] |= _hits(taken, row[start], resident_ms, link)
-    row["groups"] = [{"name": group.name, "hit_rate": _rate(taken.decode)} for group, taken in rest]
+    row["groups"] = [{"name": name, "hit_rate": _rate(taken.decode)} for name, taken in rest]
     return row
 
 
@@ -70,7 +74,8 @@ def _hits(
     link: float,
 ) -> Row:
     decode = total(each.decode for each in taken)
-    missed = decode.bytes_moved / sum(len(each.step_ms) for each in taken)
+    num_steps = sum(len(each.step_ms) for each in taken)
+    missed = decode.bytes_moved / num_steps
     prefill_missed = total(each.prefill for each in taken).bytes_moved / len(taken)
     row: Row = {
         "hit_rate": _rate(decode),
@@ -80,6 +85,8 @@ def _hits(
         "percent_of_bound": None,
         "prefill_percent_of_bound": None,
     }
+    if decode.disk_bytes is not None:
+        row["disk_bytes_per_step"] = decode.disk_bytes / num_steps
     if resident_ms is not None:
         prefill_base, step_base = resident_ms
         floor, percent = bound(speed["step_ms"], step_base, missed, link)

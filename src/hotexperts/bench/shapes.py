@@ -1,12 +1,13 @@
 """Well-known models' shapes with random weights, for speed without a download.
 
-Sizes are those of the configurations that the models are published with.
+Most are measured in Transformers; those whose experts are quantised in vLLM, which has kernels for
+them. Sizes are those of the configurations that the models are published with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotexperts.errors import ConfigError
@@ -22,6 +23,7 @@ class Shape:
         num_experts: of each MoE layer.
         top_k: experts a token.
         num_dense: layers at the beginning that have no routed experts.
+        quantization: of the experts, by vLLM's name.
     """
 
     model_type: str
@@ -29,6 +31,12 @@ class Shape:
     num_experts: int
     top_k: int
     num_dense: int = 0
+    quantization: str | None = None
+
+    @property
+    def is_of_vllm(self) -> bool:
+        """Whether it is measured there: its sizes name vLLM's class of the model."""
+        return "architectures" in self.sizes
 
     def cut(self, num_layers: int | None) -> Shape:
         """The same with fewer layers.
@@ -42,7 +50,9 @@ class Shape:
         if not self.num_dense < num_layers <= most:
             raise ConfigError(f"--layers {num_layers}: give {self.num_dense + 1} to {most}")
         sizes = {**self.sizes, "num_hidden_layers": num_layers}
-        return Shape(self.model_type, sizes, self.num_experts, self.top_k, self.num_dense)
+        if "layer_types" in sizes:
+            sizes["layer_types"] = sizes["layer_types"][:num_layers]
+        return replace(self, sizes=sizes)
 
 
 SHAPES: dict[str, Shape] = {
@@ -127,13 +137,57 @@ SHAPES: dict[str, Shape] = {
 }
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> Shape:
+    """As vLLM reads its configuration; attention and routers are not quantised."""
+    sizes = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": num_layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "sliding_window": 128,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": num_experts,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    }
+    return Shape("gpt_oss", sizes, num_experts, top_k=4, quantization="mxfp4")
+
+
+VLLM_SHAPES: dict[str, Shape] = {
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+}
+
+
 def find_shape(name: str, num_layers: int | None) -> tuple[str, Shape]:
     """A shape by its name, in any case; with the name as it is written here.
 
     Raises:
         ConfigError: no such shape, or layers that it cannot have.
     """
-    known = {each.lower(): each for each in SHAPES}.get(name.lower())
-    if known is None:
-        raise ConfigError(f"--shape {name!r:.60}: give one of {', '.join(SHAPES)}")
-    return known, SHAPES[known].cut(num_layers)
+    known = {**SHAPES, **VLLM_SHAPES}
+    found = {each.lower(): each for each in known}.get(name.lower())
+    if found is None:
+        raise ConfigError(f"--shape {name!r:.60}: give one of {', '.join(known)}")
+    return found, known[found].cut(num_layers)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -14,14 +15,23 @@ from hotexperts.bench.decode import Show
 from hotexperts.bench.random_model import random_model
 from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
+from hotexperts.bench.rows import name_of
 from hotexperts.bench.shapes import Shape
+from hotexperts.config import DEFAULT_RAM_POLICY
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
 
 # Of a cache that is quick to make, since the experts stay where they are.
-PROBE = {"expert_store": "file", "expert_packing": "none", "cache_mode": "host"}
+PROBE = {
+    "expert_store": "file",
+    "expert_ram_gib": None,
+    "expert_ram_policy": DEFAULT_RAM_POLICY,
+    "expert_pack": None,
+    "expert_packing": "none",
+    "cache_mode": "host",
+}
 
 
 class Group(NamedTuple):
@@ -97,7 +107,7 @@ class ShapeSource:
         prompt = torch.arange(num_tokens, device=self.device).repeat(batch, 1)
         return [
             Group(
-                f"sequences {first} to {first + batch - 1}" if batch > 1 else f"sequence {first}",
+                name_of(first, batch),
                 prompt,
                 partial(
                     replay.show_rows,
@@ -192,8 +202,19 @@ def resident_or_refuse(source: Source) -> Any:
     Raises:
         ConfigError: it does not fit the GPU.
     """
-    try:
+    with resident_fits():
         return source.resident()
+
+
+@contextmanager
+def resident_fits() -> Iterator[None]:
+    """Inside, every expert goes to the device.
+
+    Raises:
+        ConfigError: it has no room for them.
+    """
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the resident model does not fit the GPU, and a speed is only shown beside it: give "

@@ -1,6 +1,7 @@
 """The heart: slots on the GPU, stores on the host, and the provider between them."""
 
 from hotexperts.cache.cached import CachedWeightProvider
+from hotexperts.cache.disk import DiskBackingStore
 from hotexperts.cache.file_store import FileStore
 from hotexperts.cache.provider import (
     ExpertWeightProvider,
@@ -15,6 +16,7 @@ from hotexperts.errors import ExpertCacheOverflow
 __all__ = [
     "CPUBackingStore",
     "CachedWeightProvider",
+    "DiskBackingStore",
     "ExpertCacheOverflow",
     "ExpertStore",
     "ExpertWeightProvider",

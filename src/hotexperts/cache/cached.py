@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from hotexperts.banks import NUM_BANKS
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
-from hotexperts.cache.store import ExpertStore
+from hotexperts.cache.store import ExpertStore, TieredStore, expect
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
@@ -107,11 +107,13 @@ class CachedWeightProvider(StreamingProvider):
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot."""
+        found = replace(self._stats)
         shadows = self._shadows.read()
-        if shadows is None:
-            return replace(self._stats)
-        best = max(shadows.shadows)
-        return replace(self._stats, lru_hits=shadows.lru, best_shadow_hits=best)
+        if shadows is not None:
+            found = replace(found, lru_hits=shadows.lru, best_shadow_hits=max(shadows.shadows))
+        if isinstance(self.store, TieredStore):
+            found = replace(found, **asdict(self.store.counts))
+        return found
 
     @property
     def slot_tensors(self) -> Any:
@@ -127,12 +129,16 @@ class CachedWeightProvider(StreamingProvider):
         """Set the counters to zero; the slots keep their experts."""
         self._stats.reset()
         self._shadows.reset()
+        if isinstance(self.store, TieredStore):
+            self.store.reset_counts()
 
     def reset(self) -> None:
         """Empty the slots and forget history and counters, as after construction."""
         with self._turn.taken():
             self.slots.residency.reset()
             self.policy.reset()
+            if isinstance(self.store, TieredStore):
+                self.store.reset()
             self.reset_stats()
 
     def state(self) -> dict[str, Any]:
@@ -251,6 +257,7 @@ class CachedWeightProvider(StreamingProvider):
 
     def _load(self, placements: Sequence[Placement], arrived: set[int]) -> None:
         """Copy rows into slots, noting each expert whose row is under way."""
+        expect(self.store, [expert for expert, _ in placements])
         for expert, slot in placements:
             self.store.copy_into(expert, [tensor[slot] for tensor in self.slots.tensors])
             arrived.add(expert)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
-from hotexperts.cache.prefetch import NUM_PROGRAMS, PrefetchLane
+from hotexperts.cache.prefetch import GUESSES_A_PAIR, PrefetchLane, num_programs_for
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import CPUBackingStore
 from hotexperts.cache.streaming import StreamingProvider
@@ -28,7 +29,6 @@ from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.residency import Residency
 from hotexperts.stats import CacheStats
 
-MAX_EXPERTS = 1 << 10  # of a layer, in the keys of rows that come ahead
 DISTINCT = 0.8  # of a batch's ids name different experts; 45 to 49 of 64 in traces of 128 experts
 
 
@@ -46,7 +46,8 @@ class DeviceWeightProvider(StreamingProvider):
         device: a CUDA device; a CPU works under Triton's interpreter.
         banks: as for `CachedWeightProvider`.
         turn: as for `CachedWeightProvider`.
-        num_programs: programs that copy; few leave the GPU to compute that runs beside.
+        num_programs: programs that copy; few leave the GPU to compute that runs beside. None: as
+            many as the store's form needs, or the lane has.
         tells_pairs: where the host waits, results say which pairs they serve.
         lane: of prefetches, shared by the model's layers of the same layout and `num_programs`.
 
@@ -73,7 +74,7 @@ class DeviceWeightProvider(StreamingProvider):
         device: torch.device | str = "cuda",
         banks: StreamBanks | None = None,
         turn: Turn | None = None,
-        num_programs: int = NUM_PROGRAMS,
+        num_programs: int | None = None,
         tells_pairs: bool = False,
         lane: PrefetchLane | None = None,
     ) -> None:
@@ -95,8 +96,10 @@ class DeviceWeightProvider(StreamingProvider):
         self.buffer = buffer.view(torch.int32)
         self.plan = PlanLayout(store.num_experts, capacity, policy)
         rows = store.rows.view(torch.int32)
+        if num_programs is None:
+            num_programs = num_programs_for([store]) if lane is None else lane.ahead.num_programs
         gather = _gather_layout(store, capacity)
-        self._lane, first_key = lane, self.layer * MAX_EXPERTS
+        self._lane = lane
         self.kernel = PlanGather(
             self.plan,
             gather,
@@ -104,14 +107,15 @@ class DeviceWeightProvider(StreamingProvider):
             self.buffer,
             num_programs=num_programs,
             ahead=None if lane is None else lane.ahead,
-            first_key=first_key,
+            layer=self.layer,
         )
         if lane is not None:
             assert lane.layout == store.layout, "a lane is of one layout"
             assert lane.ahead.num_programs == num_programs, "each goes on where its twin ended"
             ahead_layout = _gather_layout(store, lane.ahead.num_rows)
-            self.prefetch = Prefetch(self.kernel, lane.ahead, ahead_layout, rows, first_key)
-            lane.outlives([self.kernel.state, self.kernel.counters, self.prefetch.bases])
+            self.prefetch = Prefetch(self.kernel, lane.ahead, ahead_layout, rows)
+            kernel = self.kernel
+            lane.outlives([kernel.state, kernel.counters, kernel.switch, self.prefetch.bases])
         self.slot_of_on_device = self.plan.view(self.kernel.state, "slot_of")
         self.passed = self.plan.view(self.kernel.state, "passed")
         self._waves_by_host = self._copies_by_host = 0
@@ -173,19 +177,23 @@ class DeviceWeightProvider(StreamingProvider):
         assert self.banks is not None, "see GuidedPrefill"
         self._fill.rows(row_of, self.banks.buffers[bank].view(torch.int32))
 
-    def guess_next(self, guess: Callable[[], torch.Tensor], hidden: torch.Tensor) -> None:
+    def guess_next(
+        self, guess: Callable[[], torch.Tensor], hidden: torch.Tensor, num_pairs: int
+    ) -> None:
         """Start to copy what the next layer may ask for; after this layer's plan.
 
         Args:
-            guess: gives int32 ids of the next layer's experts, the likeliest first, each once; run
+            guess: gives scores `[T, E]` of the next layer's experts, the higher the likelier; run
                 under the stream of the prefetch.
             hidden: what it reads.
+            num_pairs: of tokens and experts, in a layer.
         """
         following = self.next_provider
         if following is None or following._lane is None or following._lane is not self._lane:
             return
         prefetch = following.prefetch
-        self._lane.start(lambda: prefetch(guess()), hidden)
+        most = min(math.ceil(GUESSES_A_PAIR * num_pairs), following.store.num_experts)
+        self._lane.start(lambda: prefetch(guess(), self.layer, most), hidden)
 
     def count_by_host(self, *, num_waves: int = 0, num_copies: int = 0) -> None:
         """Waves and rows that no kernel counts."""
@@ -295,10 +303,10 @@ class DeviceWeightProvider(StreamingProvider):
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        if self._lane is not None:
-            self._lane.finish()
         count = None if self.token_count is None else self.token_count.of_this_call()
         self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
+        if self._lane is not None and self.next_provider is None:
+            self._lane.join()
         part = SLOTS if num_parts else None
         return ExpertWeightResult(self.tensors, remapped, self.slot_of_on_device, part)
 

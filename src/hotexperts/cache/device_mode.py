@@ -29,7 +29,11 @@ class ChosenMode(NamedTuple):
 
 
 def choose_mode(
-    cache: CacheConfig, layouts: Sequence[ExpertLayout], device: torch.device
+    cache: CacheConfig,
+    layouts: Sequence[ExpertLayout],
+    device: torch.device,
+    *,
+    is_refused: bool = False,
 ) -> ChosenMode:
     """The mode that "auto" means here, or the one that is asked for.
 
@@ -37,6 +41,8 @@ def choose_mode(
         cache: the user's choices.
         layouts: of every layer's experts.
         device: where slots go.
+        is_refused: rows are not page-locked, as the system refused it; whoever asks for the
+            device was told then.
 
     Raises:
         ConfigError: the device is asked for and cannot.
@@ -47,12 +53,24 @@ def choose_mode(
     if cache.mode != AUTO:
         return ChosenMode(cache.mode, None)
     if not cache.has_page_locked_store:
-        return ChosenMode("host", "host: experts stay in the file")
+        where = "on disk" if cache.store == "disk" else "in the file"
+        return ChosenMode("host", f"host: experts stay {where}")
+    if is_refused:
+        return ChosenMode("host", "host: page-locking was refused")
     for layout in layouts:
         obstacle = device_obstacle(layout, cache.policy, device, may_interpret=False)
         if obstacle is not None:
             return ChosenMode("host", f"host: {obstacle.cause}")
     return ChosenMode("device", None)
+
+
+def option_for_kernels(cache: CacheConfig) -> str | None:
+    """The option that works with kernels alone, in words; None where the host will do."""
+    if cache.mode == "device":
+        return "cache_mode 'device'"
+    if cache.packing == "packed12":
+        return "expert_packing 'packed12'"
+    return None if cache.prefetch == "off" else f"prefetch {cache.prefetch!r}"
 
 
 class Obstacle(NamedTuple):

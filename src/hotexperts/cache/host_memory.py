@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import resource
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hotexperts.cache import numa
+from hotexperts.cache.page_lock import Held, lock, page_lock
 from hotexperts.config import format_bytes
 from hotexperts.errors import HostMemoryError
 
@@ -22,7 +23,31 @@ _CGROUP_LIMITS = (
     ),
 )
 _KEEP_IN_FILE = "keep the experts in the file (expert_store='file', --expert-store file)"
-_REGISTER_PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_RAISE_LIMIT = "raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
+
+
+class PageLockError(HostMemoryError):
+    """The system has the memory, but does not page-lock it.
+
+    Attributes:
+        nbytes: how much was refused.
+        refusal: in what words.
+    """
+
+    def __init__(self, nbytes: int, refusal: str) -> None:
+        super().__init__(
+            f"page-locking {format_bytes(nbytes)} of host memory was refused ({refusal}): "
+            f"{_RAISE_LIMIT}, or {_KEEP_IN_FILE}"
+        )
+        self.nbytes = nbytes
+        self.refusal = refusal
+
+    def needed_by(self, option: str, otherwise: str) -> HostMemoryError:
+        """The error where an option cannot do without, and what to do instead."""
+        return HostMemoryError(
+            f"{option} needs page-locked memory, and page-locking {format_bytes(self.nbytes)} of "
+            f"it was refused ({self.refusal}): {_RAISE_LIMIT}, or {otherwise}"
+        )
 
 
 class HostBuffer:
@@ -34,16 +59,21 @@ class HostBuffer:
 
     Args:
         nbytes: at least 1.
-        pin: page-lock for every CUDA device.
+        pin: page-lock for every CUDA device, near the current one.
+        steps_back: where page-locking is refused, hold the memory as well as it goes instead.
 
     Attributes:
         bytes: uint8 `[nbytes]`.
+        held: how the memory is held.
+        refusal: why it is not page-locked; None where it is, or was not to be.
+        node: the NUMA node that it was asked from; None where the system chooses.
 
     Raises:
-        HostMemoryError: the system refuses the memory or its page-locking.
+        HostMemoryError: the system refuses the memory.
+        PageLockError: it refuses the page-locking, and nobody steps back.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool, steps_back: bool = False) -> None:
         try:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -54,32 +84,35 @@ class HostBuffer:
         with suppress(OSError):  # a kernel without huge pages: slower, not wrong
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self.held = Held.PAGEABLE
+        self.refusal: str | None = None
+        self.node: int | None = None
         if pin:
-            self._page_lock(torch.cuda.cudart())
+            self._place()
+            self._page_lock(torch.cuda.cudart(), steps_back)
 
-    def _page_lock(self, cudart: Any) -> None:
+    def _place(self) -> None:
+        node = numa.node_of_current_gpu()
+        if node is not None and numa.prefer(node, self.bytes.data_ptr(), self.bytes.numel()):
+            self.node = node
+
+    def _page_lock(self, cudart: Any, steps_back: bool) -> None:
         address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
-        status = int(cudart.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE_MAPPED))
-        if status != 0:
-            raise HostMemoryError(
-                f"cannot page-lock {format_bytes(nbytes)} of host memory (CUDA error {status}; "
-                f"RLIMIT_MEMLOCK is {memlock_limit()}): raise the limit (ulimit -l unlimited), "
-                f"or {_KEEP_IN_FILE}"
-            )
-        unregister = weakref.finalize(self, _unlock, cudart, address)
-        unregister.atexit = False  # the process's end frees it, after the CUDA context is gone
+        self.refusal = page_lock(cudart, address, nbytes)
+        if self.refusal is None:
+            self.held = Held.PAGE_LOCKED
+            unregister = weakref.finalize(self, _unlock, cudart, address)
+            unregister.atexit = False  # the process's end frees it, after the CUDA context is gone
+        elif steps_back:
+            self.held = lock(address, nbytes)
+        else:
+            raise PageLockError(nbytes, self.refusal)
 
 
 def _unlock(cudart: Any, address: int) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # a copy may still read
     cudart.cudaHostUnregister(address)
-
-
-def memlock_limit() -> str:
-    """The soft limit on locked memory, for people."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
 def available_host_bytes() -> int:

@@ -11,6 +11,8 @@ import torch
 
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.link import probed_gb_s
+from hotexperts.cache.page_lock import Held
 from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
 from hotexperts.config import AUTO, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
@@ -21,6 +23,7 @@ from hotexperts.kernels.gather.packing import Packing
 
 CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
 PEAK = 12  # times as much memory it takes
+FAST_LINK_GB_S = 64.0  # PCIe 5 with 16 lanes gives less; faster ones were never measured
 Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
 
 
@@ -43,14 +46,20 @@ class PackedBackingStore:
     kind = "packed12"
 
     def __init__(
-        self, layout: ExpertLayout, num_experts: int, form: RowForm, *, pin: bool = False
+        self,
+        layout: ExpertLayout,
+        num_experts: int,
+        form: RowForm,
+        *,
+        pin: bool = False,
+        steps_back: bool = False,
     ) -> None:
         self.layout = layout
         self.num_experts = num_experts
         self.form = form
-        self.is_pinned = pin
-        self._buffer = HostBuffer(num_experts * form.row_nbytes, pin=pin)
-        self.rows = self._buffer.bytes.view(num_experts, form.row_nbytes)
+        nbytes = num_experts * form.row_nbytes
+        self.buffer = HostBuffer(nbytes, pin=pin, steps_back=steps_back)
+        self.rows = self.buffer.bytes.view(num_experts, form.row_nbytes)
 
     @classmethod
     @torch.no_grad()
@@ -114,6 +123,11 @@ class PackedBackingStore:
     def host_nbytes(self) -> int:
         """Bytes of `rows`."""
         return self.rows.numel()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the GPU reads the rows itself."""
+        return self.buffer.held is Held.PAGE_LOCKED
 
     def could_pack(self, spec: TensorSpec) -> bool:
         """Whether a tensor is of those that are packed where it pays."""
@@ -199,7 +213,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full: bool) -> bool:
-    """Whether to pack.
+    """Whether to pack; left to itself, where the link is what decode waits for.
 
     Args:
         cache: the user's choices.
@@ -216,7 +230,8 @@ def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full
             f"({mode.reason}): use expert_packing 'auto'"
         )
     if cache.packing == AUTO:
-        return mode.mode == "device" and device.type == "cuda" and not is_full
+        is_copied = mode.mode == "device" and device.type == "cuda" and not is_full
+        return is_copied and probed_gb_s(device) < FAST_LINK_GB_S
     return cache.packing == "packed12"
 
 
@@ -226,8 +241,12 @@ def describe_packing(stores: Sequence[ExpertStore]) -> str:
     Matrices that stayed plain are named, and how far what is lost changes them.
     """
     packed = [store for store in stores if isinstance(store, PackedBackingStore)]
-    if not packed:
-        return ""
+    kinds = dict.fromkeys(store.kind for store in packed)
+    return "; ".join(_describe([x for x in packed if x.kind == kind]) for kind in kinds)
+
+
+def _describe(packed: Sequence[PackedBackingStore]) -> str:
+    """The same of stores of one kind."""
     plain_nbytes = sum(store.num_experts * store.layout.row_nbytes for store in packed)
     share = sum(store.host_nbytes for store in packed) / plain_nbytes
     stayed = Counter(

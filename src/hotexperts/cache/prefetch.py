@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
-from hotexperts.kernels.gather.ahead import AheadRows
+from hotexperts.kernels.gather.ahead import NOBODY, AheadRows
 
-NUM_PROGRAMS = 16  # of plans and prefetches
+NUM_PROGRAMS = 16  # of plans and prefetches: what brings a kernel's copies to their ceiling
+NUM_UNPACKING = 32  # the same where they unpack
+GUESSES_A_PAIR = 1.5  # experts that are looked at, for each that a token asks for
 AHEAD_ROWS = 2  # a layer's compute hides the copy of one or two experts
 
 
@@ -22,9 +25,9 @@ class PrefetchLane:
     """A side stream for guessed rows, and where they go; shared by the layers of one layout.
 
     A prefetch starts when a layer's own copies are done and runs while the link would be idle. The
-    next plan tells it to end and waits for that, a block of each program at most: so a wrong guess
-    costs no more than that, and a right one is never waited for. On a CPU everything happens at
-    once.
+    next plan tells it to end, and each of its programs waits for that, a block at most: so a wrong
+    guess costs no more than that, and a right one is never waited for. On a CPU everything happens
+    at once.
 
     Args:
         layout: what a row holds.
@@ -38,7 +41,7 @@ class PrefetchLane:
         self.layout = layout
         self.ahead = AheadRows.of(rows, AHEAD_ROWS, num_programs, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ends: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None
         self._is_captured = False
 
     @property
@@ -65,25 +68,23 @@ class PrefetchLane:
         read.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             enqueue()
-            self._ends = self._stream.record_event()
+            self._last = self._stream.record_event()
         self._is_captured = torch.cuda.is_current_stream_capturing()
 
-    def finish(self) -> None:
-        """End the copies that run, in stream order; the next plan lets others run again.
+    def join(self) -> None:
+        """The current stream waits for the side stream: a capture ends with no stream apart.
 
         What ran before a capture began is over: `torch.cuda.graph` waits for the device.
         """
-        ends, self._ends = self._ends, None
-        if ends is None or self._is_captured != torch.cuda.is_current_stream_capturing():
+        last, self._last = self._last, None
+        if last is None or self._is_captured != torch.cuda.is_current_stream_capturing():
             return
-        self.ahead.words[:1].fill_(1)
-        torch.cuda.current_stream(self.ahead.words.device).wait_event(ends)
+        torch.cuda.current_stream(self.ahead.words.device).wait_event(last)
 
     def clear(self) -> None:
-        """End the copies that run and forget what they brought."""
-        self.finish()
-        self.ahead.words.fill_(-1)
-        self.ahead.words[:1].zero_()
+        """Forget what came ahead, in stream order."""
+        self.join()
+        self.ahead.words.fill_(NOBODY)
 
 
 def make_lanes(
@@ -102,4 +103,16 @@ def make_lanes(
             f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
         )
     layouts = dict.fromkeys(store.layout for store in stores)
-    return {layout: PrefetchLane(layout, NUM_PROGRAMS, device) for layout in layouts}
+    return {
+        layout: PrefetchLane(
+            layout, num_programs_for([s for s in stores if s.layout == layout]), device
+        )
+        for layout in layouts
+    }
+
+
+def num_programs_for(stores: Sequence[ExpertStore]) -> int:
+    """Of kernels that copy out of any of these."""
+    packed = [store for store in stores if isinstance(store, PackedBackingStore)]
+    is_packed = any(store.form.is_packed for store in packed)
+    return NUM_UNPACKING if is_packed else NUM_PROGRAMS

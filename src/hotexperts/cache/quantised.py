@@ -99,9 +99,17 @@ class QuantisedStore(PackedBackingStore):
     """
 
     def __init__(
-        self, layout: ExpertLayout, num_experts: int, packings: Packings, kind: str, *, pin: bool
+        self,
+        layout: ExpertLayout,
+        num_experts: int,
+        packings: Packings,
+        kind: str,
+        *,
+        pin: bool = False,
+        steps_back: bool = False,
     ) -> None:
-        super().__init__(layout, num_experts, RowForm.packed(layout, packings), pin=pin)
+        form = RowForm.packed(layout, packings)
+        super().__init__(layout, num_experts, form, pin=pin, steps_back=steps_back)
         self.kind = kind
         self.relative_error: float | None = None
 
@@ -114,6 +122,7 @@ class QuantisedStore(PackedBackingStore):
         expert_dtype: ExpertDtype,
         *,
         pin: bool = False,
+        steps_back: bool = False,
         after_each: Callable[[int], None] = lambda expert: None,
     ) -> QuantisedStore:
         """Quantise another store's rows, or stacked tensors `[E, *shape]`, a few at a time.
@@ -123,6 +132,7 @@ class QuantisedStore(PackedBackingStore):
             device: where it is computed.
             expert_dtype: "fp8", "int8" or "int4".
             pin: page-lock the memory.
+            steps_back: see `HostBuffer`; the host copies codes out of any memory.
             after_each: called with each expert that was read.
 
         Raises:
@@ -135,7 +145,8 @@ class QuantisedStore(PackedBackingStore):
             layout, num_experts = source.layout, source.num_experts
         check_not_empty(layout, num_experts)
         packings = quantised_packings(layout, expert_dtype)
-        store = cls(layout, num_experts, packings, expert_dtype, pin=pin)
+        how = {"pin": pin, "steps_back": steps_back}
+        store = cls(layout, num_experts, packings, expert_dtype, **how)
         step = min(num_experts, max(1, CHUNK_NBYTES // layout.row_nbytes))
         lost, whole, first = 0.0, 0.0, 0
         with fitting(PEAK * step * layout.row_nbytes, "expert_dtype 'none'"):
@@ -163,6 +174,7 @@ class QuantisedStore(PackedBackingStore):
         device: torch.device,
         *,
         pin: bool = False,
+        steps_back: bool = False,
         after_each: Callable[[int], None] = lambda expert: None,
     ) -> QuantisedStore:
         """Lay out what a checkpoint quantised, without loss; the device does it.
@@ -170,7 +182,8 @@ class QuantisedStore(PackedBackingStore):
         Raises:
             ConfigError: the device has no room for an expert.
         """
-        store = cls(source.layout, source.num_experts, source.packings, source.kind, pin=pin)
+        about = source.layout, source.num_experts, source.packings, source.kind
+        store = cls(*about, pin=pin, steps_back=steps_back)
         with fitting(PEAK * source.layout.row_nbytes, "expert_store 'file'"):
             for expert in range(source.num_experts):
                 parts = zip(source.read(expert), store.form.parts(store.rows[expert]), strict=True)

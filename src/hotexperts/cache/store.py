@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.host_memory import HostBuffer
+from hotexperts.cache.page_lock import Held
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.formats import ExpertLayout
 from hotexperts.formats.layout import ROW_ALIGNMENT_BYTES
 from hotexperts.kernels.gather.packing import Packing
+from hotexperts.stats import TierCounts
 
 CHUNK_NBYTES = 1 << 28  # of device memory beside the tensors, while they are taken
 
@@ -59,7 +62,7 @@ class RowForm:
 
     @property
     def is_packed(self) -> bool:
-        """Whether kernels alone can copy it."""
+        """Whether a tensor lies otherwise than in a slot: no plain copy will do."""
         return any(packing is not None for packing in self.packings)
 
     def parts(self, row: torch.Tensor) -> Iterator[tuple[Packing | None, torch.Tensor]]:
@@ -87,6 +90,31 @@ class ExpertStore(Protocol):
         ...
 
 
+@runtime_checkable
+class TieredStore(Protocol):
+    """What a store has besides where its rows come from a slower place, and it keeps some."""
+
+    counts: TierCounts
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Begin to bring these rows, distinct ones, which are copied next and in this order."""
+        ...
+
+    def reset_counts(self) -> None:
+        """Set the counters to zero."""
+        ...
+
+    def reset(self) -> None:
+        """Forget rows, history and counters."""
+        ...
+
+
+def expect(store: ExpertStore, experts: Sequence[int]) -> None:
+    """Say which rows are copied next, in order, to a store that has to bring them first."""
+    if experts and isinstance(store, TieredStore):
+        store.expect(experts)
+
+
 class CPUBackingStore:
     """Every row in host memory: uint8 `[E, row_nbytes]`, page-locked where a GPU reads it.
 
@@ -94,8 +122,11 @@ class CPUBackingStore:
         layout: what a row holds.
         num_experts: rows, at least 1.
         pin: page-lock the memory (needs CUDA).
+        steps_back: see `HostBuffer`.
 
     Attributes:
+        buffer: the memory that the rows are in.
+        bounce: page-locked rows to copy through where these are not; see `held.settle`.
         rows: the bytes.
         form: how a row lies in them.
         tensors: named tuple of typed views `[E, *shape]` into `rows`.
@@ -104,20 +135,32 @@ class CPUBackingStore:
         HostMemoryError: the memory, or its page-locking, is refused.
     """
 
-    def __init__(self, layout: ExpertLayout, num_experts: int, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        num_experts: int,
+        *,
+        pin: bool = False,
+        steps_back: bool = False,
+    ) -> None:
         check_not_empty(layout, num_experts)
         self.layout = layout
         self.form = RowForm.plain(layout)
         self.num_experts = num_experts
-        self.is_pinned = pin
-        self._buffer = HostBuffer(num_experts * layout.row_nbytes, pin=pin)
-        self.rows = self._buffer.bytes.view(num_experts, layout.row_nbytes)
+        nbytes = num_experts * layout.row_nbytes
+        self.buffer = HostBuffer(nbytes, pin=pin, steps_back=steps_back)
+        self.bounce: PinnedBounce | None = None
+        self.rows = self.buffer.bytes.view(num_experts, layout.row_nbytes)
         self.tensors: Any = layout.views(self.rows)
 
     @classmethod
     @torch.no_grad()
     def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], *, pin: bool = False
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pin: bool = False,
+        steps_back: bool = False,
     ) -> CPUBackingStore:
         """Copy stacked tensors `[E, *shape]`, of any device, into a new store.
 
@@ -125,7 +168,7 @@ class CPUBackingStore:
             UnsupportedModelError: a tensor without an expert dimension, or sizes that differ.
         """
         layout, num_experts = ExpertLayout.of(tensors)
-        store = cls(layout, num_experts, pin=pin)
+        store = cls(layout, num_experts, pin=pin, steps_back=steps_back)
         device = next(iter(tensors.values())).device
         step = num_experts if device.type == "cpu" else max(1, CHUNK_NBYTES // layout.row_nbytes)
         for first in range(0, num_experts, step):
@@ -159,13 +202,24 @@ class CPUBackingStore:
         """Bytes of `rows`."""
         return self.rows.numel()
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the GPU reads the rows itself."""
+        return self.buffer.held is Held.PAGE_LOCKED
+
     def row(self, expert: int) -> list[torch.Tensor]:
         """Typed views of one row."""
         return [tensor[expert] for tensor in self.tensors]
 
     @torch.no_grad()
     def copy_into(self, expert: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy one row, asynchronously where the store is page-locked."""
+        """Copy one row, asynchronously where the store, or its bounce, is page-locked."""
+        if self.bounce is not None and tensors[0].is_cuda:
+            row = self.bounce.next_row(self.layout)
+            for target, source in zip(row, self.row(expert), strict=True):
+                target.copy_(source)
+            self.bounce.send(row, tensors)
+            return
         for target, source in zip(tensors, self.tensors, strict=True):
             target.copy_(source[expert], non_blocking=self.is_pinned)
 

@@ -11,7 +11,7 @@ import torch
 
 from hotexperts.banks import NUM_BANKS
 from hotexperts.cache.provider import ExpertWeightProvider, ExpertWeightResult, Waves
-from hotexperts.cache.store import ExpertStore
+from hotexperts.cache.store import ExpertStore, expect
 from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError
@@ -105,6 +105,7 @@ class StreamingProvider(ExpertWeightProvider):
 
     def _copy_in(self, slot_of: Sequence[int]) -> None:
         """Bring the experts whose slots these are, in stream order."""
+        expect(self.store, [e for e, slot in enumerate(slot_of) if slot != NOWHERE])
         for expert, slot in enumerate(slot_of):
             if slot != NOWHERE:
                 self.store.copy_into(expert, [tensor[slot] for tensor in self.slot_tensors])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hotexperts.banks import NUM_BANKS, BankLedger
-from hotexperts.cache.store import ExpertStore
+from hotexperts.cache.store import ExpertStore, expect
 from hotexperts.cache.turn import Turn
 from hotexperts.formats import ExpertLayout
 from hotexperts.types import Placement
@@ -158,6 +158,7 @@ class StreamBanks:
     ) -> None:
         """Copy experts of a layer into rows of a bank, on the current stream."""
         with self.ledger.copying(bank, layer, placements):
+            expect(store, [expert for expert, _ in placements])
             for expert, row in placements:
                 store.copy_into(expert, [tensor[row] for tensor in self.tensors[bank]])
 

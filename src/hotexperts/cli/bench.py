@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hotexperts.bench.domains import DOMAINS
 from hotexperts.bench.earlier import read_earlier
-from hotexperts.bench.shapes import SHAPES, find_shape
+from hotexperts.bench.shapes import SHAPES, VLLM_SHAPES, Shape, find_shape
 from hotexperts.cli import console, lists, options
 from hotexperts.cli.bench_report import bench_report
-from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 
 _OF_SHAPES = {"layers", "traces", "sequences"}
-_OF_MODELS = {"dtype", "expert_store", "domain", "trust_remote_code"}
+_OF_DISK = {"expert_ram_gib", "expert_ram_policy", "expert_pack"}
+_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code"}
+_NOT_VLLMS = {"device": ("cuda",), "cache_mode": (AUTO, "device")}  # and what it does anyway
 
 
 def bench(
@@ -27,7 +29,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Instead of a model: {', '.join(SHAPES)} with random weights.",
+            help=f"Instead of a model: {', '.join(SHAPES)} with random weights; in vLLM, with "
+            f"mxfp4: {', '.join(VLLM_SHAPES)}.",
             show_default=False,
         ),
     ] = None,
@@ -50,33 +53,26 @@ def bench(
     ] = 4,
     domain: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Of a model: what it reads: {', '.join(DOMAINS)}. {lists.HELP}",
-            show_default="all",
+        lists.option(
+            f"Of a model: what it reads: {', '.join(DOMAINS)}.", default="all", metavar="NAMES"
         ),
     ] = None,
     expert_cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, or budgets such as 6GiB. {lists.HELP}",
-            show_default="auto",
+        lists.option(
+            "Slots a layer, or budgets such as 6GiB; in vLLM slots.",
+            default="auto; in vLLM a quarter and half of the experts",
         ),
     ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Sequences decoded together, such as 1,8. {lists.HELP}",
-            show_default="1",
-        ),
-    ] = None,
+    batch: lists.Batches = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps of decode after each prompt.")] = 64,
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
@@ -103,54 +99,42 @@ def bench(
 ) -> None:
     """Measure load, prefill and decode through a cache, cold and warm, beside the resident model.
 
-    A cache that does not give the resident model's bits gets no speed, and the exit status is 1.
+    A cache that does not give the resident model's bits gets no speed, and the exit status is 1. Of
+    a shape that vLLM runs, log probabilities are compared: its kernels for 4 bits round elsewhere.
 
     Serial floor: the resident step, then the missed bytes at 0.94 of the link. Percent of bound:
     the longer of the resident step and the missed bytes over the link, in parts of the step.
     """
     with console.errors_as_one_line(debug):
-        _check_given(call, model, shape)
-        sizes = lists.split("--expert-cache-size", expert_cache_size, [AUTO])
-        for size in sizes:
-            parse_cache_size(size)
-        batches = lists.numbers("--batch", batch, [1])
-        if 0 in batches:
-            raise ConfigError("--batch 0: give at least 1")
-        domains = lists.split("--domain", domain, list(DOMAINS))
-        for each in domains:
-            lists.check_choice("--domain", each, list(DOMAINS))
-        load_options = options.load_options(
-            device=device,
-            dtype=dtype,
-            policy=policy,
-            store=expert_store,
-            packing=expert_packing,
-            mode=cache_mode,
-            no_host_memory_check=no_host_memory_check,
-        )
-        name, found_shape = (None, None) if shape is None else find_shape(shape, layers)
+        options.check_fixed_store(expert_store)
+        name, found_shape = _find_shape(call, model, shape, layers)
+        asked = {
+            **_lists(expert_cache_size, batch, domain),
+            "traces": traces,
+            "num_groups": sequences,
+            "prompt_tokens": prompt_tokens,
+            "steps": steps,
+            "has_resident": not no_resident,
+            "trust_remote_code": trust_remote_code,
+            "load_options": options.load_options(
+                device=device,
+                dtype=dtype,
+                policy=policy,
+                store=expert_store,
+                ram_gib=expert_ram_gib,
+                ram_policy=expert_ram_policy,
+                pack=expert_pack,
+                packing=expert_packing,
+                mode=cache_mode,
+                no_host_memory_check=no_host_memory_check,
+            ),
+        }
+        path = None if shape is not None else options.model_path(model)
         earlier = None if compare is None else read_earlier(compare)
 
         from hotexperts.cli.benchmark import Benchmark, run_benchmark
 
-        data = run_benchmark(
-            Benchmark(
-                model=None if shape is not None else options.model_path(model),
-                shape=found_shape,
-                shape_name=name,
-                traces=traces,
-                num_groups=sequences,
-                domains=domains,
-                sizes=sizes,
-                batches=batches,
-                prompt_tokens=prompt_tokens,
-                steps=steps,
-                has_resident=not no_resident,
-                trust_remote_code=trust_remote_code,
-                load_options=load_options,
-            ),
-            earlier,
-        )
+        data = run_benchmark(Benchmark(path, found_shape, name, **asked), earlier)
     if as_json:
         console.show_json(data)
     else:
@@ -159,15 +143,46 @@ def bench(
         raise typer.Exit(console.EXIT_DIFFERENT)
 
 
-def _check_given(call: typer.Context, model: str | None, shape: str | None) -> None:
-    """Refuse a model and a shape together, and options that only the other kind takes.
+def _find_shape(
+    call: typer.Context, model: str | None, name: str | None, layers: int | None
+) -> tuple[str | None, Shape | None]:
+    """The shape and its name, where one is asked for.
 
     Raises:
-        ConfigError: either.
+        ConfigError: a model beside it, an option that this kind does not take, or no such shape.
     """
-    if shape is not None and model is not None:
-        raise ConfigError(f"give MODEL ({model}) or --shape {shape}, not both")
-    kind, names = ("--shape", _OF_SHAPES) if shape is None else ("a model", _OF_MODELS)
-    for name in options.given_names(call):
-        if name in names:
-            raise ConfigError(f"{options.option_of(name)} is for {kind}: leave it out")
+    if name is not None and model is not None:
+        raise ConfigError(f"give MODEL ({model}) or --shape {name}, not both")
+    kind, others = ("--shape", _OF_SHAPES) if name is None else ("a model", _OF_MODELS)
+    given = options.given_names(call)
+    for each in given:
+        if each in others:
+            raise ConfigError(f"{options.option_of(each)} is for {kind}: leave it out")
+    if name is None:
+        return None, None
+    found, shape = find_shape(name, layers)
+    for each in given if shape.is_of_vllm else ():
+        if each in _NOT_VLLMS and call.params[each] not in _NOT_VLLMS[each]:
+            raise ConfigError(
+                f"{options.option_of(each)} cannot be had with --shape {found}, which vLLM runs: "
+                "leave it out"
+            )
+    return found, shape
+
+
+def _lists(
+    sizes: list[str] | None, batches: list[str] | None, domains: list[str] | None
+) -> dict[str, Any]:
+    """The options that take several values.
+
+    Raises:
+        ConfigError: one of the values is none.
+    """
+    for size in (found_sizes := lists.split("--expert-cache-size", sizes, ())):
+        parse_cache_size(size)
+    for each in (found_domains := lists.split("--domain", domains, list(DOMAINS))):
+        lists.check_choice("--domain", each, list(DOMAINS))
+    found_batches = lists.numbers("--batch", batches, [1])
+    if 0 in found_batches:
+        raise ConfigError("--batch 0: give at least 1")
+    return {"sizes": found_sizes, "batches": found_batches, "domains": found_domains}

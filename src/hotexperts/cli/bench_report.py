@@ -97,17 +97,20 @@ def _cells(part: Data) -> list[str]:
 
 def _differences(data: Data) -> list[str]:
     lines = []
+    tolerance = data.get("tolerance")  # of vLLM alone
     if all(row["verified"] for row in data["rows"] if "verified" in row):
-        lines.append("Every cache gives the resident model's bits.")
+        what = f"log probabilities, to {tolerance}" if tolerance else "bits"
+        lines.append(f"Every cache gives the resident model's {what}.")
     if all(row.get("verified") is None for row in data["rows"]):
         lines.append("Not verified, and no bound: the resident model was left out.")
+    remedy = "run hotexperts verify" if tolerance is None else "please report it"
     for row in data["rows"]:
         first = row.get("first_difference")
         if first is not None:
             lines.append(
                 f"{row['capacity']} slots, batch {row['batch']}: no speed, for the cache differs "
                 f"from the resident model at token position {first['position']}, {first['where']}: "
-                "run hotexperts verify"
+                f"{remedy}"
             )
     return lines
 

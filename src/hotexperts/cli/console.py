@@ -12,7 +12,17 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from hotexperts.errors import HotExpertsError
 
@@ -99,7 +109,7 @@ def quiet_libraries() -> Iterator[None]:
 @contextmanager
 def loading(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, gone when done, and silence; yields what `load(progress=...)` wants."""
-    bar = _bar()
+    bar = _bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with bar, quiet_libraries(), prints_to_stderr():
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -108,20 +118,15 @@ def loading(what: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr, gone when done; call what it yields after each of the `total` pieces."""
-    bar = _bar()
+    bar = _bar(MofNCompleteColumn(), TimeElapsedColumn())
     with bar, prints_to_stderr():
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
 
-def _bar() -> Progress:
+def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -168,6 +168,8 @@ class Session:
                 "num_layers": len(cache.providers),
                 "policy": cache.policy,
                 "store": cache.store,
+                "held": cache.held,
+                "store_reason": cache.store_reason,
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
                 "expert_dtype": cache.expert_dtype,

@@ -14,11 +14,13 @@ import typer
 import hotexperts
 from hotexperts.cli.bench import bench
 from hotexperts.cli.doctor import doctor
+from hotexperts.cli.pack import pack
 from hotexperts.cli.page import report
 from hotexperts.cli.plan import plan
 from hotexperts.cli.run import run
 from hotexperts.cli.serve import Command as ServeCommand
 from hotexperts.cli.serve import serve
+from hotexperts.cli.simulate import Command as SimulateCommand
 from hotexperts.cli.simulate import simulate
 from hotexperts.cli.top import top
 from hotexperts.cli.trace import trace
@@ -35,11 +37,12 @@ app.command()(run)
 app.command(cls=ServeCommand)(serve)
 app.command()(verify)
 app.command()(bench)
-app.command()(simulate)
+app.command(cls=SimulateCommand)(simulate)
 app.command()(trace)
 app.command()(report)
 app.command()(plan)
 app.command()(top)
+app.command()(pack)
 app.command()(doctor)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotexperts.cli import options
-from hotexperts.cli.console import loading, quiet_libraries
+from hotexperts.cli.console import loading, note, quiet_libraries
 from hotexperts.cli.text import load_tokenizer
 from hotexperts.config import DEFAULT_KV_TOKENS
 from hotexperts.integrations.transformers.positions import max_positions
@@ -66,4 +66,7 @@ def open_model(
     start = time.perf_counter()
     with loading("loading experts") as progress:
         model = load(path, progress=progress, **load_options)
-    return Opened(path, model, tokenizer, length, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if model.expert_cache.store_reason is not None:
+        note(f"experts in {model.expert_cache.store_reason}")
+    return Opened(path, model, tokenizer, length, seconds)

@@ -14,12 +14,14 @@ from hotexperts.config import (
     AUTO,
     CACHE_MODES,
     DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
     EXPERT_DTYPES,
     PACKINGS,
     CacheConfig,
     CacheMode,
     ExpertDtype,
     ExpertPacking,
+    gib_to_bytes,
 )
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
@@ -32,6 +34,8 @@ class Store(str, Enum):
 
     RAM = "ram"
     FILE = "file"
+    DISK = "disk"
+    AUTO = "auto"
 
 
 class Dtype(str, Enum):
@@ -99,6 +103,16 @@ Chat = Annotated[
         show_default="where the tokenizer has one",
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Stop each answer after as many tokens.")]
+ExpertMb = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Size of a trace's expert, 10^6 bytes.",
+        show_default="expert_nbytes of the trace's meta data",
+    ),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that replay a trace.")]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -108,7 +122,30 @@ Device = Annotated[
 ExpertStore = Annotated[
     Store,
     typer.Option(
-        help="Copy experts into host memory (ram), or leave them in the checkpoint (file)."
+        help="Copy experts into host memory (ram), leave them in the checkpoint (file), read them "
+        "from a pack and keep some in memory (disk), or what the free memory allows (auto)."
+    ),
+]
+ExpertRamGib = Annotated[
+    float | None,
+    typer.Option(
+        metavar="G",
+        help="Host memory for experts that are on disk, in GiB.",
+        show_default="half of what is free",
+    ),
+]
+ExpertRamPolicy = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Which of the experts on disk leaves host memory; as --policy."
+    ),
+]
+ExpertPack = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The pack of the experts.",
+        show_default="a name of the checkpoint's in ~/.cache/hotexperts",
     ),
 ]
 ExpertPackingName = Annotated[
@@ -171,7 +208,9 @@ def model_path(model: str | None) -> str:
         if path.is_file():
             raise CheckpointError(f"{model} is a file: give the folder of the checkpoint")
         if model.startswith((".", "/", "~")) and not path.is_dir():
-            raise CheckpointError(f"{model}: no such folder")
+            raise CheckpointError(
+                f"{model}: no such folder: give one that exists, or a hub id such as org/model"
+            )
         return model
     return str(demo.demo_model_path())
 
@@ -228,6 +267,9 @@ def load_options(
     no_host_memory_check: bool,
     policy: str = DEFAULT_POLICY,
     packing: str = DEFAULT_PACKING,
+    ram_gib: float | None = None,
+    ram_policy: str = DEFAULT_RAM_POLICY,
+    pack: Path | None = None,
     expert_dtype: str = "none",
 ) -> dict[str, Any]:
     """What `load` takes of the options that commands share, checked without torch.
@@ -238,18 +280,41 @@ def load_options(
     """
     POLICIES.load(policy)
     given = cast(CacheMode, mode), cast(ExpertPacking, packing)
-    of_experts = cast(ExpertDtype, expert_dtype)
-    CacheConfig(store=store.value, mode=given[0], packing=given[1], expert_dtype=of_experts)
+    POLICIES.load(ram_policy)
+    CacheConfig(
+        store=store.value,
+        mode=given[0],
+        packing=given[1],
+        ram_nbytes=gib_to_bytes(ram_gib, "--expert-ram-gib"),
+        ram_policy=ram_policy,
+        pack=None if pack is None else str(pack),
+        expert_dtype=cast(ExpertDtype, expert_dtype),
+    )
     return {
         "device": device,
         "dtype": dtype.value,
         "policy": policy,
         "expert_store": store.value,
+        "expert_ram_gib": ram_gib,
+        "expert_ram_policy": ram_policy,
+        "expert_pack": pack,
         "cache_mode": mode,
         "expert_packing": packing,
         "expert_dtype": expert_dtype,
         "check_host_memory": not no_host_memory_check,
     }
+
+
+def check_fixed_store(store: Store) -> None:
+    """Refuse to compare or measure what may be another thing tomorrow.
+
+    Raises:
+        ConfigError: it depends on the memory that is free.
+    """
+    if store is Store.AUTO:
+        raise ConfigError(
+            "--expert-store auto depends on the memory that is free now: give ram, file or disk"
+        )
 
 
 def given_names(call: typer.Context) -> list[str]:

@@ -36,30 +36,21 @@ def report(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
+        lists.option(
+            f"Of a trace: {', '.join(POLICIES.names())}, 'module:Class' or belady.",
+            default=",".join(_POLICIES),
             metavar="NAMES",
-            help=f"Of a trace: {', '.join(POLICIES.names())}, 'module:Class' or belady. "
-            f"{lists.HELP}",
-            show_default=",".join(_POLICIES),
         ),
     ] = None,
     cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of a trace: slots a layer, such as 8,16,32. {lists.HELP}",
-            show_default="an eighth, a quarter, half and three quarters of the experts",
+        lists.option(
+            "Of a trace: slots a layer, such as 8,16,32.",
+            default="an eighth, a quarter, half and three quarters of the experts",
         ),
     ] = None,
-    expert_mb: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Of a trace: size of an expert, 10^6 bytes.",
-            show_default="expert_nbytes of the trace's meta data",
-        ),
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Of a trace: processes that replay.")] = 1,
+    expert_mb: options.ExpertMb = None,
+    jobs: options.Jobs = 1,
     debug: options.Debug = False,
 ) -> None:
     """Write one HTML page, which needs no network and runs no script.
@@ -94,10 +85,14 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
     if path.suffix in _TRACES:
         return path
     if path.suffix != ".json":
-        raise ConfigError(f"{file}: unknown kind: the name ends in .json, {', '.join(_TRACES)}")
+        raise ConfigError(
+            f"{file}: unknown kind: give a trace ({', '.join(_TRACES)}), or a command's .json"
+        )
     for name in options.given_names(call):
         if name in _OF_TRACES:
-            raise ConfigError(f"{options.option_of(name)} is for a trace: {file} holds results")
+            raise ConfigError(
+                f"{options.option_of(name)} is for a trace, and {file} holds results: leave it out"
+            )
     return path
 
 
@@ -131,6 +126,7 @@ def _trace_page(
     from hotexperts.simulate import read_trace
     from hotexperts.simulate.bounds import BOUNDS
     from hotexperts.simulate.cost import Cost
+    from hotexperts.simulate.fractional import FRACTIONAL
     from hotexperts.simulate.replay import misses_by_step
     from hotexperts.simulate.rows import sweep_rows
     from hotexperts.simulate.sweep import Sweep, count_steps, expert_sizes, run_sweep
@@ -141,7 +137,7 @@ def _trace_page(
     sweep = Sweep({name: trace}, policies, sizes)
     steps, nbytes = count_steps(sweep), expert_sizes(sweep.traces, expert_mb)
     middle = sizes[(len(sizes) - 1) // 2]
-    played = list(dict.fromkeys([*(p for p in policies if p not in BOUNDS), "lru"]))
+    played = list(dict.fromkeys([*(p for p in policies if p not in (*BOUNDS, FRACTIONAL)), "lru"]))
     with console.counting("replaying", len(sweep.all_cells()) + len(played)) as on_done:
         counts = run_sweep(sweep, jobs, on_done)
         misses = {}

@@ -36,10 +36,10 @@ def plan(
     ],
     vram: Annotated[
         list[str] | None,
-        typer.Option(
+        lists.option(
+            "GPU memory to use, such as 8GiB; several make a table.",
+            default="0.9 of the GPU's",
             metavar="SIZE",
-            help=f"GPU memory to use, such as 8GiB; several make a table. {lists.HELP}",
-            show_default="0.9 of the GPU's",
         ),
     ] = None,
     ram: Annotated[
@@ -174,7 +174,8 @@ def _machine(
     for size, budget in zip(sizes, budgets, strict=True):
         if budget > found.vram_nbytes:
             raise ConfigError(
-                f"--vram {size} is more than the {format_bytes(found.vram_nbytes)} of {found.name}"
+                f"--vram {size} is more than the {format_bytes(found.vram_nbytes)} of "
+                f"{found.name}: give at most that, or another --gpu"
             )
     values: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     found = found._replace(**values)

@@ -38,6 +38,7 @@ def run_report(data: Data) -> RenderableType:
         ("policy", _policy(data["cache"])),
         ("experts", _experts(data["stats"])),
         ("shadows", _shadows(data["stats"])),
+        ("disk", _disk(data["stats"])),
         ("speed", _speed(data)),
         ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
         ("host", _host_memory(data)),
@@ -152,6 +153,18 @@ def _shadows(stats: Data) -> str:
     return f"{lru} hits under LRU, {best} under each layer's best shadow"
 
 
+def _disk(stats: Data) -> str:
+    """What came from disk; empty where no experts are there."""
+    if "disk_reads" not in stats:
+        return ""
+    hits, reads = stats["ram_hits"], stats["disk_reads"]
+    rate = _percent(hits / (hits + reads) if hits + reads else None)
+    return (
+        f"{rate} of the copied were in memory ({hits} in memory, {reads} read), "
+        f"{format_bytes(stats['disk_bytes'])} read"
+    )
+
+
 def _speed(data: Data) -> str:
     seconds = data["seconds"]
     text = (
@@ -173,14 +186,18 @@ def _device_memory(memory: Data) -> str:
 
 def _host_memory(data: Data) -> str:
     memory, seconds = data["memory"], data["seconds"]["load"]
-    report = data["cache"]["packing_report"]
-    packed = f", {report}" if report else ""
-    where = (
-        f"{format_bytes(memory['host_nbytes'])} of experts in host memory{packed}"
-        if data["cache"]["store"] == "ram"
-        else f"{format_bytes(memory['expert_nbytes'])} of experts left in the checkpoint file"
-    )
-    return f"{where}; loaded in {seconds:.1f} s"
+    notes = (data["cache"]["packing_report"], data["cache"]["held"])
+    said = "".join(f", {note}" for note in notes if note)
+    every = format_bytes(memory["expert_nbytes"])
+    in_memory = f"{format_bytes(memory['host_nbytes'])} of experts in host memory{said}"
+    where = {
+        "ram": in_memory,
+        "file": f"{every} of experts left in the checkpoint file{said}",
+        "disk": f"{every} of experts on disk, {in_memory}",
+    }[data["cache"]["store"]]
+    reason = data["cache"].get("store_reason")
+    why = f" ({reason})" if reason else ""
+    return f"{where}{why}; loaded in {seconds:.1f} s"
 
 
 def _layers(layers: list[Data]) -> Table:

@@ -13,7 +13,13 @@ from rich.console import Console
 
 from hotexperts.cli import console, options, report
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_PACKING, LOWEST_TEMPERATURE, parse_cache_size
+from hotexperts.config import (
+    AUTO,
+    DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
+    LOWEST_TEMPERATURE,
+    parse_cache_size,
+)
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY
 
@@ -40,9 +46,12 @@ def run(
     expert_cache_size: options.CacheSize = None,
     expert_cache_gib: options.CacheGib = None,
     policy: options.Policy = DEFAULT_POLICY,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after as many tokens.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
@@ -86,6 +95,9 @@ def run(
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             expert_dtype=expert_dtype,
             mode=cache_mode,
@@ -154,7 +166,9 @@ def _read_stdin() -> str:
     try:
         return options.check_text(sys.stdin.read(), "the text on stdin")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text on stdin is not valid {error.encoding}") from error
+        raise ConfigError(
+            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
+        ) from error
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:

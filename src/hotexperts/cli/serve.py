@@ -6,14 +6,21 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
 from hotexperts.cli import console, options
 from hotexperts.cli.state import kept
-from hotexperts.config import AUTO, DEFAULT_PACKING, parse_bytes, parse_cache_size
+from hotexperts.config import (
+    AUTO,
+    DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
+    CacheSize,
+    parse_bytes,
+    parse_cache_size,
+)
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
@@ -25,6 +32,9 @@ _PASSED = "vllm arguments"  # in the context's meta
 _NOT_VLLMS: dict[str, Any] = {  # and what vLLM does anyway
     "device": None,
     "expert_store": options.Store.RAM,
+    "expert_ram_gib": None,
+    "expert_ram_policy": DEFAULT_RAM_POLICY,
+    "expert_pack": None,
     "expert_dtype": "none",
     "cache_mode": AUTO,
     "max_requests": None,
@@ -87,6 +97,9 @@ def serve(
     context: options.Context = None,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
@@ -117,6 +130,9 @@ def serve(
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             expert_dtype=expert_dtype,
             mode=cache_mode,
@@ -131,27 +147,12 @@ def serve(
         name = served_model_name or (DEMO_NAME if model is None else path)
         passed: list[str] = ctx.meta.get(_PASSED, [])
         if found is Engine.VLLM:
-            _check_vllm(ctx)
-            flags: vllm.Flags = {
-                "--host": host,
-                "--port": str(port),
-                "--served-model-name": name if name != path else None,
-                "--chat-template": None if chat_template is None else str(chat_template),
-                "--dtype": dtype.value,
-                "--max-model-len": None if context is None else str(context),
-                "--trust-remote-code": trust_remote_code,
-            }
-            more = vllm.more_options(
-                expert_cache_state,
-                load_options["expert_packing"],
-                check_host_memory=not no_host_memory_check,
-            )
-            flags |= vllm.cache_flags(cache_size, policy, more)
-            arguments = vllm.arguments(path, flags, passed)
-            console.note(shlex.join(["vllm", *arguments]))
-            vllm.run(arguments, api_key)
+            _become_vllm(ctx, path, name, cache_size, passed)
         if passed:
-            raise ConfigError(f"{passed[0]} after '--' is for vLLM, and {found.value} serves")
+            raise ConfigError(
+                f"{passed[0]} after '--' is for vLLM, and {found.value} serves: leave it out, or "
+                "take --engine vllm"
+            )
         hosts = None if api_key else address.local_names(host)
         limits = Limits(name, parse_bytes(max_body), max_requests, api_key, hosts)
         _serve(
@@ -166,6 +167,47 @@ def serve(
             expert_cache_size=size,
             **load_options,
         )
+
+
+def _become_vllm(
+    ctx: typer.Context, path: str, name: str, size: CacheSize, passed: list[str]
+) -> NoReturn:
+    """This process is `vllm serve` from here on.
+
+    Args:
+        ctx: with the command's parameters.
+        path: of the model.
+        name: by which clients ask for it.
+        size: of the cache.
+        passed: arguments for vLLM itself.
+
+    Raises:
+        ConfigError: an option that vLLM has not, or one given twice.
+    """
+    _check_vllm(ctx)
+    given = ctx.params
+    flags: vllm.Flags = {
+        "--host": given["host"],
+        "--port": str(given["port"]),
+        "--served-model-name": name if name != path else None,
+        "--chat-template": _text(given["chat_template"]),
+        "--dtype": options.Dtype(given["dtype"]).value,
+        "--max-model-len": _text(given["context"]),
+        "--trust-remote-code": given["trust_remote_code"],
+    }
+    more = vllm.more_options(
+        given["expert_cache_state"],
+        given["expert_packing"],
+        check_host_memory=not given["no_host_memory_check"],
+    )
+    flags |= vllm.cache_flags(size, given["policy"], more)
+    arguments = vllm.arguments(path, flags, passed)
+    console.note(shlex.join(["vllm", *arguments]))
+    vllm.run(arguments, given["api_key"])
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _check_names(served_model_name: str | None, state: Path | None) -> None:
@@ -196,7 +238,7 @@ def _read_template(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--chat-template {path} is not valid UTF-8") from error
+        raise ConfigError(f"--chat-template {path} is not valid UTF-8: save it so") from error
 
 
 def _serve(
@@ -244,6 +286,8 @@ def _set_template(template: str | None, tokenizer: Any) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"--chat-template: line {error.lineno}: {error.message}") from error
+        raise ConfigError(
+            f"--chat-template, line {error.lineno}: {error.message}: mend the Jinja template"
+        ) from error
     except TemplateError:  # it wants another beginning of a chat
         return

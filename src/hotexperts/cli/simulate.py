@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 import hotexperts
 from hotexperts.cli import console, foretold, lists, options, report
+from hotexperts.config import Bytes
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from hotexperts.simulate.sweep import Sweep
 
 _BOUNDS = ("belady", "belady-atomic", "belady-forced", "infinite")
+_HALVES = "fractional"
 _POLICIES = ("lru", DEFAULT_POLICY, "belady")
 _POOLED = ("lru", "ewma", "llru", "belady")  # by default, where DEFAULT_POLICY is no choice
 _TIES = ("id", "listed")
@@ -30,6 +33,20 @@ _PAGE = ".html"
 _PLOTS = (".png", ".svg", ".pdf", _PAGE)
 _STDOUT = "-"
 _PROMPTS = "trace"  # of --preload
+_LISTS = ("--policy", "--cache-size", "--batch")
+
+
+class Command(TyperCommand):
+    """Its lists may also be divided by spaces: `--policy lru adv --batch 1 8`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join what follows an option and is no file."""
+        return super().parse_args(ctx, lists.joined(args, _LISTS, _is_value))
+
+
+def _is_value(word: str) -> bool:
+    is_known = word in (*POLICIES.names(), *_BOUNDS, _HALVES, "llru")
+    return (is_known or word[:1].isdigit() or ":" in word) and not Path(word).is_file()
 
 
 def simulate(
@@ -43,27 +60,20 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAMES",
-            help=f"{', '.join(POLICIES.names())}, 'module:Class', or one of the bounds "
+            help=f"{', '.join(POLICIES.names())}, 'module:Class', {_HALVES}, or one of the bounds "
             f"{', '.join(_BOUNDS)}; with --pool global lru, ewma, llru or a bound. {lists.HELP}",
             show_default=",".join(_POLICIES),
         ),
     ] = None,
     cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, such as 16,32; on average, where layers share. {lists.HELP}",
-            show_default="an eighth, a quarter and half of the experts",
+        lists.option(
+            "Slots a layer, such as 16,32, or bytes of all layers, such as 6GiB; on average, where "
+            "layers share.",
+            default="an eighth, a quarter and half of the experts",
         ),
     ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Sequences decoded together, such as 1,8. {lists.HELP}",
-            show_default="1",
-        ),
-    ] = None,
+    batch: lists.Batches = None,
     prefill: Annotated[
         str,
         typer.Option(
@@ -114,14 +124,7 @@ def simulate(
     compute_ms: Annotated[
         float, typer.Option(metavar="X", help="Milliseconds that a layer computes in a step.")
     ] = 0.0,
-    expert_mb: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Size of an expert, 10^6 bytes.",
-            show_default="expert_nbytes of the trace's meta data",
-        ),
-    ] = None,
+    expert_mb: options.ExpertMb = None,
     prefetch: foretold.Predictors = None,
     prefetch_ahead: foretold.Ahead = 1,
     prefetch_tap: foretold.Tap = "output",
@@ -145,7 +148,7 @@ def simulate(
             "or .pdf (these need matplotlib).",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that replay.")] = 1,
+    jobs: options.Jobs = 1,
     debug: options.Debug = False,
 ) -> None:
     """Replay recorded routing through policies, without a model, and compare their hits.
@@ -159,7 +162,7 @@ def simulate(
         lists.check_choice("--pool", pool, _POOLS)
         lists.check_choice("--sequences", sequences, _SEQUENCES)
         policies = lists.split("--policy", policy, _POOLED if pool == "global" else _POLICIES)
-        sizes = lists.numbers("--cache-size", cache_size, ())
+        sizes = lists.sizes("--cache-size", cache_size)
         batches = lists.numbers("--batch", batch, (1,))
 
         from hotexperts.simulate.cost import Cost
@@ -217,7 +220,7 @@ def _rules(ties: str, pool: str, pool_floor: int, sequences: str, preload: str |
 def _sweep(
     names: list[str],
     policies: list[str],
-    sizes: list[int],
+    sizes: list[int | Bytes],
     batches: list[int],
     prefill: str,
     rules: Rules,
@@ -235,7 +238,7 @@ def _check_name(name: str, option: str = "") -> None:
     options.check_text(name, f"{option}the name of a trace")
     if Path(name).is_file():
         return
-    if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, "llru")):
+    if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, _HALVES, "llru")):
         raise ConfigError(f"{name} is no trace: separate values by commas: --policy lru,adv")
     raise ConfigError(f"{option}{name}: no such file: give a trace in .npz, .jsonl or .csv")
 

@@ -30,5 +30,5 @@ def _no_tokenizer(path: str, reason: str) -> str:
     shown = "" if reason.endswith(":") else f" ({reason})"  # a list follows that no line holds
     return (
         f"{path}: no tokenizer could be loaded{shown}: its files (tokenizer.json, "
-        "tokenizer_config.json) must be with the weights"
+        "tokenizer_config.json) must be with the weights: download them too"
     )

@@ -36,8 +36,8 @@ def top(
     """Watch hit rate, copies and waves a layer call until Ctrl-C; with --json look once.
 
     LRU and best: the hits that LRU and the policy's best shadow caches would have had, where the
-    policy has shadows. vLLM's workers publish about once a second: shorter intervals show nothing
-    new.
+    policy has shadows. In RAM: of the experts to be copied, those that were not read from disk.
+    vLLM's workers publish about once a second: shorter intervals show nothing new.
     """
     with console.errors_as_one_line(debug):
         looks = _looks(url, interval)
@@ -62,8 +62,10 @@ def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
     knows_shadows = any(now.lru_hit_rate is not None for now in found.values())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shadows = ("LRU", "best") if knows_shadows else ()
+    has_disk = any(now.disk_gb_s is not None for now in found.values())
     rest = ("GB/s", "of link", "missed/s", "passed/s", "evicted/s", "waves")
-    for heading in ("rank", "hits", *shadows, *rest):
+    disk = ("in RAM", "disk GB/s") if has_disk else ()
+    for heading in ("rank", "hits", *shadows, *rest, *disk):
         table.add_column(heading, justify="right")
     for rank, now in sorted(found.items()):
         others = (now.lru_hit_rate, now.best_hit_rate) if knows_shadows else ()
@@ -75,9 +77,14 @@ def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
             f"{now.misses_s:,.0f}",
             f"{now.bypasses_s:,.0f}",
             f"{now.evictions_s:,.0f}",
-            "-" if now.waves is None else f"{now.waves:.2f}",
+            _number(now.waves),
+            *((_percent(now.ram_hit_rate), _number(now.disk_gb_s)) if has_disk else ()),
         )
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _percent(rate: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotexperts.cli import console, options
-from hotexperts.config import AUTO, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_RAM_POLICY, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ def trace(
     ] = "not stated",
     expert_cache_size: options.CacheSize = None,
     expert_cache_gib: options.CacheGib = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Stop each answer after as many tokens.")
-    ] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     cache_mode: options.CacheModeName = AUTO,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     context: options.Context = None,
@@ -100,6 +101,9 @@ def trace(
             device=device,
             dtype=dtype,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,
         )

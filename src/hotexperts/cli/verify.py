@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hotexperts.cli import console, lists, options, report
-from hotexperts.config import AUTO, DEFAULT_PACKING, parse_cache_size
+from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
 from hotexperts.policy import DEFAULT_POLICY
 
 
@@ -24,10 +24,9 @@ def verify(
     model: options.Model = None,
     expert_cache_size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Slots a layer, 'auto', or budgets such as 6GiB. {lists.HELP}",
-            show_default="1, a quarter, half and all of the experts",
+        lists.option(
+            "Slots a layer, 'auto', or budgets such as 6GiB.",
+            default="1, a quarter, half and all of the experts",
         ),
     ] = None,
     device: options.Device = None,
@@ -42,6 +41,9 @@ def verify(
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
     expert_store: options.ExpertStore = options.Store.RAM,
+    expert_ram_gib: options.ExpertRamGib = None,
+    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
+    expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
     tolerance: Annotated[
@@ -70,11 +72,15 @@ def verify(
         sizes = lists.split("--expert-cache-size", expert_cache_size, ())
         for size in sizes:
             parse_cache_size(size)
+        options.check_fixed_store(expert_store)
         load_options = options.load_options(
             device=device,
             dtype=dtype,
             policy=policy,
             store=expert_store,
+            ram_gib=expert_ram_gib,
+            ram_policy=expert_ram_policy,
+            pack=expert_pack,
             packing=expert_packing,
             mode=cache_mode,
             no_host_memory_check=no_host_memory_check,

@@ -58,7 +58,9 @@ class ExpertLayout:
             raise UnsupportedModelError("an expert without tensors: give at least one")
         for name in names:
             if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-                raise UnsupportedModelError(f"tensor name {name!r} is not a public identifier")
+                raise UnsupportedModelError(
+                    f"tensor name {name!r} is not a public identifier: name it as an attribute"
+                )
         offsets, end = [], 0
         for spec in self.specs:
             offsets.append(end)
@@ -83,7 +85,8 @@ class ExpertLayout:
         sizes = {name: tensor.shape[0] for name, tensor in tensors.items()}
         if len(set(sizes.values())) > 1:
             raise UnsupportedModelError(
-                f"the first dimension must be the expert, but the sizes differ: {sizes}"
+                f"the first dimension must be the expert, but the sizes differ: {sizes}: "
+                "make it so in each"
             )
         specs = [TensorSpec(n, tuple(t.shape[1:]), t.dtype) for n, t in tensors.items()]
         return cls(tuple(specs)), next(iter(sizes.values()), 0)

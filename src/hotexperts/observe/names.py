@@ -14,4 +14,8 @@ COUNTERS = {
     # Of a policy with shadow caches:
     "lru_hits": "Hits that an LRU cache of as many slots would have had",
     "best_shadow_hits": "Hits of the policy's best shadow cache in each layer",
+    # Where experts are on disk:
+    "ram_hits": "Experts to be copied that were in host memory",
+    "disk_reads": "Experts that were read from disk",
+    "disk_bytes": "Bytes read from disk",
 }

@@ -26,6 +26,9 @@ class Rates:
         waves: kernel calls a layer call; None where there was no call.
         lru_hit_rate: what LRU would have hit; None where that is not counted, or none demanded.
         best_hit_rate: likewise what the policy's best shadow caches would have.
+        ram_hit_rate: of experts on disk that were to be copied, those in host memory; None where
+            none are on disk, or none was to be copied.
+        disk_gb_s: read from disk, 10^9 bytes a second; None where no experts are there.
     """
 
     hit_rate: float | None
@@ -36,6 +39,8 @@ class Rates:
     waves: float | None
     lru_hit_rate: float | None = None
     best_hit_rate: float | None = None
+    ram_hit_rate: float | None = None
+    disk_gb_s: float | None = None
 
 
 def read_totals(url: str) -> Totals:
@@ -56,7 +61,10 @@ def read_totals(url: str) -> Totals:
     except (OSError, HTTPException) as error:
         raise ConfigError(f"{url} does not answer ({error}): is the server up?") from error
     except ValueError as error:
-        raise ConfigError(f"{url} answers with something else than metrics: {error}") from error
+        raise ConfigError(
+            f"{url} answers with something else than metrics ({error}): give the address that ends "
+            "in /metrics"
+        ) from error
     found: Totals = {}
     for family in families:
         name = family.name.removeprefix(PREFIX)
@@ -81,6 +89,7 @@ def _rates(before: dict[str, float], after: dict[str, float], seconds: float) ->
     def rate(name: str) -> float | None:
         return new(name) / demands if demands and name in after else None
 
+    copied = new("ram_hits") + new("disk_reads")
     demands, calls = new("hits") + new("misses"), new("calls")
     return Rates(
         rate("hits"),
@@ -91,4 +100,6 @@ def _rates(before: dict[str, float], after: dict[str, float], seconds: float) ->
         new("waves") / calls if calls else None,
         rate("lru_hits"),
         rate("best_shadow_hits"),
+        new("ram_hits") / copied if copied else None,
+        new("disk_bytes") / seconds / 1e9 if "disk_bytes" in after else None,
     )

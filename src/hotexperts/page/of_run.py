@@ -25,8 +25,15 @@ def run_page(data: Fields) -> Page:
     )
 
 
+_STORES = {
+    "ram": "host memory",
+    "file": "the checkpoint's file",
+    "disk": "a pack on disk, some of them in host memory",
+}
+
+
 def _configuration(data: Fields, cache: Fields) -> list[tuple[str, str]]:
-    kept = "host memory" if cache.text("store") == "ram" else "the checkpoint's file"
+    kept = _STORES.get(cache.text("store"), cache.text("store"))
     reason = cache.text("mode_reason") if "mode_reason" in cache else cache.text("mode")
     return [
         ("file", data.file),
@@ -52,6 +59,7 @@ def _result(data: Fields) -> list[tuple[str, str]]:
             f"{stats.count('misses'):,} misses, {stats.count('evictions'):,} evictions",
         ),
         ("moved", nbytes(stats.count("bytes_moved"))),
+        *_disk(stats),
         ("decode", UNKNOWN if rate is None else f"{number(rate)} tokens/s"),
         (
             "seconds",
@@ -71,6 +79,13 @@ def _result(data: Fields) -> list[tuple[str, str]]:
             "not known: hotexperts bench measures it",
         ),
     ]
+
+
+def _disk(stats: Fields) -> list[tuple[str, str]]:
+    if "disk_reads" not in stats:
+        return []
+    read = f"{stats.count('disk_reads'):,} experts, {nbytes(stats.count('disk_bytes'))}"
+    return [("from disk", f"{read}; {stats.count('ram_hits'):,} were in memory")]
 
 
 def _num_tokens(data: Fields) -> int:

@@ -64,7 +64,9 @@ def read_object(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has over {_MOST_BYTES >> 20} MiB: it is damaged")
         values = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}: name a file that can be read"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
     if not isinstance(values, dict):

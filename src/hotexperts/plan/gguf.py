@@ -119,7 +119,9 @@ def _read(path: Path) -> Any:
         with np.errstate(over="raise"):
             return Reader(path)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}: name a file that can be read"
+        ) from error
     except (ValueError, LookupError, TypeError, ArithmeticError, struct.error) as error:
         raise CheckpointError(
             f"{path}: damaged or not GGUF ({error!r:.120}): download it again"

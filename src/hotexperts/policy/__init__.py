@@ -4,6 +4,18 @@ from hotexperts.config import DEFAULT_POLICY
 from hotexperts.policy.base import Policy
 from hotexperts.registry import Registry
 
+_BOUND = "is a bound, which knows the future: it is for `hotexperts simulate`"
+_SIMULATED = {
+    "belady": _BOUND,
+    "belady-atomic": _BOUND,
+    "belady-forced": _BOUND,
+    "fractional": "keeps half an expert, and a slot holds a whole one: it is for "
+    "`hotexperts simulate`",
+    "infinite": _BOUND,
+    "llru": "ranks experts of all layers, and each layer has its own slots: it is for "
+    "`hotexperts simulate --pool global`",
+}
+
 POLICIES: Registry[Policy] = Registry(
     "policy",
     Policy,  # type: ignore[type-abstract]  # the base is only compared with
@@ -30,6 +42,7 @@ POLICIES: Registry[Policy] = Registry(
         "static": "hotexperts.policy.static:Static",
         "w-tinylfu": "hotexperts.policy.w_tinylfu:WTinyLFU",
     },
+    _SIMULATED,
 )
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]

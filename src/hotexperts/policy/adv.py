@@ -1,4 +1,4 @@
-"""ADV: seven AUTOs play in shadow, the best one's score is used."""
+"""ADV: seven AUTOs and an LRU play in shadow, the best one's score is used."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SHADOWS = (  # (a, df, ds) of each
     (0.0, 0.8, 0.9),
 )
 HOME = 2  # AUTO's own parameters
+LRU = len(SHADOWS)  # comes after them
 FAST_ROW = [FAST_DECAYS.index(df) for _, df, _ in SHADOWS]
 SLOW_ROW = [SLOW_DECAYS.index(ds) for _, _, ds in SHADOWS]
 FAST_AT = np.array(FAST_ROW)  # in the averages of all decays
@@ -32,6 +33,8 @@ FAST_WEIGHT = np.array([a for a, _, _ in SHADOWS], np.float32)[:, None]
 SLOW_WEIGHT = np.array([1 - a for a, _, _ in SHADOWS], np.float32)[:, None]
 DISCOUNT = np.float32(0.99)
 MARGIN = np.float32(1.002)
+LONG_DISCOUNT = np.float32(0.999)
+MOST_REGRET = np.float32(2)  # in parts of a demand: 2 of 1000, as events are discounted
 EACH = np.arange(len(SHADOWS))[:, None]
 Ints: TypeAlias = npt.NDArray[np.int64]
 ID_BITS = 16
@@ -40,35 +43,53 @@ NOBODY = 1 << 62  # comes after every key
 
 
 class ADV(AUTO):
-    """AUTO that chooses its own mix. Ours.
+    """AUTO that chooses its own mix, or LRU. Ours.
 
     Seven caches of `capacity` slots that hold no bytes start empty and follow AUTO, each with
-    its own (a, df, ds) and no limit to bypassing; a prefill fills their free slots only. In every
-    event, in this order: the two fast and five slow averages advance; each shadow's
-    `score = (a * f) + (b * s)`; `worth = (.99 * worth) + hits`, hits judged before the shadow
-    moves, then below 1e-30 becomes 0; the shadows move; the index for this event is chosen. It is
-    that of the highest worth, the lowest of equals, if this is above `1.002 * worth[2]`,
-    otherwise 2: nothing else is remembered. The real cache then admits and evicts as AUTO does,
-    with that shadow's score. All float32, each operation rounded.
+    its own (a, df, ds) and no limit to bypassing; an eighth is LRU's. A prefill fills their free
+    slots only. In every event, in this order: the two fast and five slow averages advance; each
+    shadow's `score = (a * f) + (b * s)`, LRU's is the last event that demanded the expert;
+    `worth = (.99 * worth) + hits`, hits judged before the shadow moves, then below 1e-30 becomes
+    0; `regret = (.999 * regret) + (LRU's hits - the real cache's)`, then between -1e-30 and 1e-30
+    becomes 0; the shadows move; the index for this event is chosen. It is that of the highest
+    worth, the lowest of equals, if this is above `1.002 * worth[2]`, otherwise 2; but LRU's where
+    the regret is above twice the demand, as who changes over often may fall behind all of those
+    between whom he changes. Nothing else is remembered. The real cache then admits and evicts as
+    AUTO does, with that shadow's score: with LRU's every newcomer beats every resident. All
+    float32 but LRU's score, each operation rounded.
 
-    Beside this an LRU cache plays in shadow, and everybody's hits are counted (`shadow_hits`);
-    no decision depends on either.
+    Everybody's hits are counted as well (`shadow_hits`).
     """
 
     name = "adv"
-    history = ("held", "worth", "shadow_totals", "lru_shadow.order", "totals")
+    history = (
+        *("held", "worth", "regret", "last_use"),
+        *("shadow_totals", "lru_shadow.order", "totals"),
+    )
+    times = ("last_use",)
+    amounts = ("worth", "shadow_totals", "totals")
 
     def reset(self) -> None:
         """Forget every use and empty the shadows."""
         super().reset()
         self.averages = Averages(FAST_DECAYS + SLOW_DECAYS, self.num_experts)
         self.held = np.zeros((len(SHADOWS), self.num_experts), np.bool_)
-        self.worth = np.zeros(len(SHADOWS), np.float32)
+        self.worth = np.zeros(len(SHADOWS) + 1, np.float32)
+        self.regret = np.zeros(1, np.float32)
+        self.last_use = np.full(self.num_experts, -1, np.int64)
         self.index = HOME
         self.ids = np.arange(self.num_experts)
         self.lru_shadow = LRUShadow(self.capacity)
         self.shadow_totals = np.zeros(len(SHADOWS), np.int64)
         self.totals = [0, 0, 0]  # demands, hits of the real cache and of the LRU shadow
+
+    def check_history(self) -> None:
+        """No shadow holds more than it has slots; the regret, of either sign, is a number."""
+        if not np.isfinite(self.regret).all():
+            raise ValueError("regret is damaged (no finite number)")
+        most = max(int(self.held.sum(axis=1).max()), len(self.lru_shadow.order))
+        if most > self.capacity:
+            raise ValueError(f"a shadow is damaged ({most} experts in {self.capacity} slots)")
 
     def record(self, event: Event) -> None:
         """Advance averages and shadows, then choose the index whose score is used."""
@@ -79,15 +100,15 @@ class ADV(AUTO):
         scores += SLOW_WEIGHT * rows.take(SLOW_AT, axis=0)
         missed = ~self.held.take(used, axis=1)
         num_missed = np.add.reduce(missed, axis=1, dtype=np.int64)
-        hits = len(used) - num_missed
-        self.worth = (DISCOUNT * self.worth) + hits.astype(np.float32)
-        self.worth[self.worth < SMALLEST] = 0
-        self._count(event, hits)
+        self.last_use[used] = self.tick
+        self._judge(event, len(used) - num_missed)
         if num_missed.any():
             self._move(scores, used, missed, num_missed, evict=event.evict)
         best = int(self.worth.argmax())
         self.index = best if self.worth[best] > MARGIN * self.worth[HOME] else HOME
-        self.score = scores[self.index]
+        if self.regret[0] > MOST_REGRET * np.float32(len(used)):
+            self.index = LRU
+        self.score = self.last_use.astype(np.float64) if self.index == LRU else scores[self.index]
 
     def shadow_hits(self) -> ShadowHits:
         """What every shadow would have hit since the reset, beside the real cache. Changes nothing.
@@ -98,11 +119,20 @@ class ADV(AUTO):
         demands, own, lru = self.totals
         return ShadowHits(demands, own, lru, tuple(self.shadow_totals.tolist()))
 
-    def _count(self, event: Event, hits: Ints) -> None:
+    def _judge(self, event: Event, hits: Ints) -> None:
+        """Everybody's hits: as totals, as worth, and as regret. LRU's shadow moves at once."""
+        own = sum([expert in event.resident for expert in event.demand])
+        lru = self.lru_shadow.use(event.demand, evict=event.evict)
+        self.worth *= DISCOUNT
+        self.worth[:LRU] += hits
+        self.worth[LRU] += lru
+        self.worth[self.worth < SMALLEST] = 0
+        self.regret *= LONG_DISCOUNT
+        self.regret += lru - own
+        self.regret[abs(self.regret) < SMALLEST] = 0
         self.shadow_totals += hits
-        self.totals[0] += len(event.demand)
-        self.totals[1] += sum([expert in event.resident for expert in event.demand])
-        self.totals[2] += self.lru_shadow.use(event.demand, evict=event.evict)
+        for at, num in enumerate((len(event.demand), own, lru)):
+            self.totals[at] += num
 
     def _move(
         self,

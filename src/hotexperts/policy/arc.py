@@ -22,6 +22,8 @@ class ARC(Serial):
 
     name = "arc"
     history = ("once", "again", "once_ghosts", "again_ghosts", "target")
+    amounts = ("target",)
+    queues = ("once", "again")
 
     def reset(self) -> None:
         """Empty all lists."""

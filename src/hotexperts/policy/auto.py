@@ -54,6 +54,7 @@ class AUTO(Challenge):
     name = "auto"
     settings = ("a", "df", "ds")
     history: ClassVar[tuple[str, ...]] = ("averages.rows",)
+    amounts: ClassVar[tuple[str, ...]] = ("averages.rows",)
 
     def __init__(
         self, num_experts: int, capacity: int, *, a: float = 0.4, df: float = 0.8, ds: float = 0.97

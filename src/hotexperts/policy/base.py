@@ -31,6 +31,9 @@ class Policy(ABC):
         history: likewise the attributes that `reset` makes and a later event needs, "a.b" for one
             of an attribute's own. Not named is what `record` computes anew in each event. See
             `hotexperts.policy.state` for what they may hold.
+        times: of the history, what holds numbers of events, -1 for none yet.
+        counts: likewise what is counted at most once an event.
+        amounts: likewise what is never below 0.
 
     Args:
         num_experts: experts in the layer; ids are 0 to num_experts - 1.
@@ -40,6 +43,9 @@ class Policy(ABC):
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]] = ("num_experts", "capacity")
     history: ClassVar[tuple[str, ...]] = ("tick",)
+    times: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[tuple[str, ...]] = ()
+    amounts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, num_experts: int, capacity: int) -> None:
         assert 1 <= capacity <= num_experts, (capacity, num_experts)
@@ -117,6 +123,13 @@ class Policy(ABC):
         from hotexperts.policy.state import load_state
 
         load_state(self, state)
+
+    def check_history(self) -> None:  # noqa: B027
+        """Whether what was restored can be, as far as `times` and the like do not say it.
+
+        Raises:
+            ValueError: it cannot.
+        """
 
     def shadow_hits(self) -> ShadowHits | None:
         """What its shadow caches would have hit since the reset; None if it has none."""

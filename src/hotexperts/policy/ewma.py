@@ -19,7 +19,7 @@ class EWMA(Policy):
     """
 
     name = "ewma"
-    history = ("score",)
+    history = amounts = ("score",)
 
     def reset(self) -> None:
         """Forget every use."""

@@ -12,7 +12,7 @@ class FIFO(Policy):
     """First in, first out: uses do not matter, only the time of entry."""
 
     name = "fifo"
-    history = ("entered_at",)
+    history = times = ("entered_at",)
 
     def reset(self) -> None:
         """Forget every entry."""

@@ -22,6 +22,8 @@ class HeatLRU(LRU):
 
     name = "heat-lru"
     history = ("heat", "uses_since_cooling")
+    counts = ("heat",)
+    amounts = ("uses_since_cooling",)
 
     def reset(self) -> None:
         """Forget every use."""

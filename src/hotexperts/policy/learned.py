@@ -38,6 +38,9 @@ class Learned(Policy):
 
     name = "learned"
     history = ("averages.rows", "count", "last_use", "seen", "weight")
+    times = ("last_use",)
+    counts = ("count",)
+    amounts = ("averages.rows", "seen")
 
     def reset(self) -> None:
         """Forget every use and what was learned."""

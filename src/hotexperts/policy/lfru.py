@@ -19,6 +19,8 @@ class LFRU(Policy):
 
     name = "lfru"
     history = ("count", "last_use")
+    times = ("last_use",)
+    counts = ("count",)
 
     def reset(self) -> None:
         """Forget every use."""

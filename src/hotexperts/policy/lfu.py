@@ -21,6 +21,8 @@ class LFU(Policy):
 
     name = "lfu"
     history = ("count", "last_use", "uses_since_halving")
+    times = ("last_use",)
+    amounts = ("count", "uses_since_halving")
 
     def reset(self) -> None:
         """Forget every use."""

@@ -25,6 +25,7 @@ class LIRS(Serial):
 
     name = "lirs"
     history = ("stack", "queue", "lir")
+    queues = ("queue", "lir")
 
     def reset(self) -> None:
         """Empty stack and queue."""
@@ -33,6 +34,14 @@ class LIRS(Serial):
         self.stack: dict[int, None] = {}  # bottom first
         self.queue: dict[int, None] = {}  # front first
         self.lir: set[int] = set()
+
+    def check_history(self) -> None:
+        """LIR experts are in the stack, one of them at its bottom, and not too many."""
+        super().check_history()
+        bottom = next(iter(self.stack), None)
+        is_whole = self.lir <= self.stack.keys() and (bottom is None or bottom in self.lir)
+        if not is_whole or len(self.lir) > self.max_lir:
+            raise ValueError("stack and lir are damaged (they are not of one cache)")
 
     def hit(self, expert: int) -> None:
         """Up the stack; HIR in the stack becomes LIR."""

@@ -16,6 +16,7 @@ class LRU(Policy):
 
     name = "lru"
     history: ClassVar[tuple[str, ...]] = ("last_use",)
+    times: ClassVar[tuple[str, ...]] = ("last_use",)
 
     def reset(self) -> None:
         """Forget every use."""

@@ -16,7 +16,7 @@ class LRU2(LRU):
     """
 
     name = "lru-2"
-    history = ("second_last_use",)
+    history = times = ("second_last_use",)
 
     def reset(self) -> None:
         """Forget every use."""

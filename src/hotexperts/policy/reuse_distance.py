@@ -28,6 +28,8 @@ class ReuseDistance(Challenge):
 
     name = "reuse-distance"
     history = ("gap", "last_use")
+    times = ("last_use",)
+    amounts = ("gap",)
 
     def reset(self) -> None:
         """Forget every use."""

@@ -24,6 +24,7 @@ class S3FIFO(Serial):
 
     name = "s3-fifo"
     history = ("small", "main", "ghosts")
+    queues = ("small", "main")
 
     def reset(self) -> None:
         """Empty all queues."""
@@ -33,6 +34,13 @@ class S3FIFO(Serial):
         self.small: dict[int, int] = {}  # expert to count, oldest first
         self.main: dict[int, int] = {}
         self.ghosts: dict[int, None] = {}
+
+    def check_history(self) -> None:
+        """Counts have two bits."""
+        super().check_history()
+        for count in (*self.small.values(), *self.main.values()):
+            if not isinstance(count, int) or not 0 <= count <= MAX_FREQ:
+                raise ValueError(f"small or main is damaged (a count of {count!r:.40})")
 
     def hit(self, expert: int) -> None:
         """Count the use."""

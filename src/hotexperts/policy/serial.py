@@ -20,9 +20,13 @@ class Serial(Policy):
     all victims leave, one after another as the source evicts, demanded experts being skipped;
     then the newcomers enter in ascending id. The i-th victim makes room for the i-th newcomer
     that finds no free slot. Every miss enters while there is a victim.
+
+    Attributes:
+        queues: sets or dicts, of which each resident is in one.
     """
 
     history: ClassVar[tuple[str, ...]] = ("known",)
+    queues: ClassVar[tuple[str, ...]]
 
     def reset(self) -> None:
         """Forget every expert."""
@@ -30,6 +34,13 @@ class Serial(Policy):
         self.known: set[int] = set()
         self.demanded: frozenset[int] = frozenset()
         self.plan: dict[int, int] = {}
+
+    def check_history(self) -> None:
+        """Whoever is resident is in one queue, and nobody else."""
+        held = sorted(expert for name in self.queues for expert in getattr(self, name))
+        if held != sorted(self.known) or len(held) > self.capacity:
+            names = ", ".join(self.queues)
+            raise ValueError(f"{names} are damaged (they do not hold who is known as resident)")
 
     def record(self, event: Event) -> None:
         """Hit and miss, then find out on a copy who would leave."""

@@ -19,12 +19,19 @@ class SIEVE(Serial):
 
     name = "sieve"
     history = ("visited", "hand")
+    queues = ("visited",)
 
     def reset(self) -> None:
         """Forget every expert."""
         super().reset()
         self.visited: dict[int, bool] = {}  # oldest entry first
         self.hand: int | None = None  # None: the oldest
+
+    def check_history(self) -> None:
+        """The hand is at somebody."""
+        super().check_history()
+        if self.hand is not None and self.hand not in self.visited:
+            raise ValueError(f"hand is damaged (at {self.hand!r:.40}, who is not resident)")
 
     def hit(self, expert: int) -> None:
         """Set its bit."""

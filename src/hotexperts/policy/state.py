@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotexperts.errors import ConfigError
+from hotexperts.policy.limits import check_limits, label, named
 
 if TYPE_CHECKING:
     from hotexperts.policy.base import Policy
@@ -26,9 +27,9 @@ FIELDS = ("policy", "settings", "history")
 
 def save_state(policy: Policy) -> dict[str, Any]:
     """See `Policy.state`."""
-    settings, history = _names(policy, "settings"), _names(policy, "history")
+    settings, history = named(policy, "settings"), named(policy, "history")
     return {
-        "policy": _label(policy),
+        "policy": label(policy),
         "settings": {name: _plain(attrgetter(name)(policy)) for name in settings},
         "history": {name: _plain(attrgetter(name)(policy)) for name in history},
     }
@@ -36,26 +37,30 @@ def save_state(policy: Policy) -> dict[str, Any]:
 
 def load_state(policy: Policy, state: Mapping[str, Any]) -> None:
     """See `Policy.restore`."""
-    wanted = save_state(policy)
-    _check(wanted, state)
-    values = {}
-    for name, plain in state["history"].items():
+    known = save_state(policy)
+    _check(known, state)
+    try:
+        _take(policy, state["history"])
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        _take(policy, known["history"])
+        raise ConfigError(f"state of policy {label(policy)!r}: {error}: save it anew") from error
+
+
+def _take(policy: Policy, history: Mapping[str, Any]) -> None:
+    """Forget everything, then know this.
+
+    Raises:
+        ValueError: it cannot be; some of it is known then.
+    """
+    policy.reset()  # its values say of which kind each has to be
+    for name, plain in history.items():
         try:
-            values[name] = _revived(attrgetter(name)(policy), plain, policy.num_experts)
+            value = _revived(attrgetter(name)(policy), plain, policy.num_experts)
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise ConfigError(
-                f"state of policy {_label(policy)!r}: {name} is damaged ({error}): save it anew"
-            ) from error
-    policy.reset()
-    for name, value in values.items():
+            raise ValueError(f"{name} is damaged ({error})") from error
         owner, _, last = name.rpartition(".")
         setattr(attrgetter(owner)(policy) if owner else policy, last, value)
-
-
-def _label(policy: Policy) -> str:
-    """Its name in the registry, or its class's own."""
-    kind = type(policy)
-    return getattr(policy, "name", None) or f"{kind.__module__}:{kind.__qualname__}"
+    check_limits(policy)
 
 
 def _check(wanted: dict[str, Any], state: Mapping[str, Any]) -> None:
@@ -80,23 +85,6 @@ def _check(wanted: dict[str, Any], state: Mapping[str, Any]) -> None:
                 f"{reprlib.repr(state['settings'][name])}, this one has {reprlib.repr(value)}: "
                 "restore it where both are equal"
             )
-
-
-def _names(policy: Policy, field: str) -> list[str]:
-    """What the classes of a policy name, the base's first.
-
-    Raises:
-        ConfigError: one has a `reset` of its own and names no history.
-    """
-    names: list[str] = []
-    for kind in reversed(type(policy).__mro__):
-        if "reset" in vars(kind) and "history" not in vars(kind):
-            raise ConfigError(
-                f"policy {_label(policy)!r} cannot be saved: {kind.__name__} must name in "
-                "`history` what its `reset` makes"
-            )
-        names.extend(name for name in vars(kind).get(field, ()) if name not in names)
-    return names
 
 
 def _plain(value: Any) -> Any:
@@ -133,17 +121,20 @@ def _revived(like: Any, plain: Any, num_experts: int) -> Any:
         if len(plain) != len(like):
             raise ValueError(f"{len(plain)} values, not {len(like)}")
         for value, other in zip(like, plain, strict=True):
-            if other is None:
-                raise TypeError("None, not a number")
             _check_kind(value, other)
         return list(plain)
-    _check_kind(like, plain)  # None may become a number, and a number None
+    if like is not None or plain is not None:
+        _check_kind(like, plain)  # None may become a number
     return plain
 
 
 def _check_kind(like: Any, plain: Any) -> None:
     """Whether a number may stand for another."""
-    if isinstance(plain, list) or (isinstance(like, int) and isinstance(plain, float)):
+    if (
+        plain is None
+        or isinstance(plain, list)
+        or (isinstance(like, int) and isinstance(plain, float))
+    ):
         raise TypeError(f"{plain!r:.40}, not a {'whole ' * isinstance(like, int)}number")
 
 
@@ -157,6 +148,8 @@ def _check_numbers(plain: Any) -> None:
 
 
 def _array(like: np.ndarray[Any, Any], plain: Any) -> np.ndarray[Any, Any]:
+    if not np.can_cast(np.array(plain).dtype, like.dtype, "same_kind"):
+        raise TypeError(f"not all are {like.dtype}")
     with np.errstate(over="raise"):
         found = np.array(plain, like.dtype)
     if found.shape != like.shape:

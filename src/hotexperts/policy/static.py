@@ -34,7 +34,7 @@ class Static(Challenge):
         self.heat = self.score = np.zeros(num_experts, np.float32)
         if profile is not None:
             if len(profile) != num_experts:
-                raise ConfigError(f"profile has {len(profile)} values, give {num_experts}")
+                raise ConfigError(f"profile has {len(profile)} values: give {num_experts}")
             self.heat[:] = profile
         super().__init__(num_experts, capacity)
 

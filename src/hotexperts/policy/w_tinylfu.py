@@ -32,6 +32,8 @@ class WTinyLFU(Serial):
         "probation",
         "protected",
     )
+    amounts = ("uses.count", "uses.uses_since_halving")
+    queues = ("window", "probation", "protected")
 
     def reset(self) -> None:
         """Forget every use and empty all segments."""

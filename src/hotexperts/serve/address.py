@@ -75,5 +75,7 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, tuple[str, ...]]]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: no such address ({error})") from error
+        raise ConfigError(
+            f"--host {host}: no such address ({error}): give one of this machine"
+        ) from error
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]

@@ -178,7 +178,9 @@ def _add_errors(app: Any) -> None:
         return await refused(request, Refusal(400, message, param="messages"))
 
     async def failed(request: Any, error: Exception) -> Any:
-        return await refused(request, Refusal(500, "the server failed: its log says why"))
+        return await refused(
+            request, Refusal(500, "the server failed, its log says why: try again, or report it")
+        )
 
     app.add_exception_handler(Refusal, refused)
     app.add_exception_handler(TemplateError, no_template)

@@ -90,7 +90,11 @@ class Gate:
         hosts = self._limits.hosts
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if hosts is not None and host not in hosts:
-            raise Refusal(403, f"the name {host[:80]!r} is not one of this server's")
+            raise Refusal(
+                403,
+                f"the name {host[:80]!r} is not one of this server's: take 127.0.0.1 or localhost, "
+                "or start it with --api-key",
+            )
         path, method = scope["path"], scope["method"]
         allowed = "POST" if path in _POST else "GET"
         if path not in _POST + _GET and not path.startswith("/v1/models/"):
@@ -98,7 +102,7 @@ class Gate:
         if path.startswith("/v1/"):
             self._check_key(headers.get("authorization", ""))
         if method != allowed:
-            raise Refusal(405, f"{path[:80]} takes {allowed}, not {method[:20]}")
+            raise Refusal(405, f"{path[:80]} is no place for {method[:20]}: use {allowed}")
 
     def _check_key(self, authorization: str) -> None:
         if self._limits.api_key is None:
@@ -117,7 +121,9 @@ class Gate:
         headers, limits = _headers(scope), self._limits
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":  # which browsers send to other sites after asking
-            raise Refusal(415, "the body must come with 'Content-Type: application/json'")
+            raise Refusal(
+                415, "the body is no JSON by its type: send 'Content-Type: application/json'"
+            )
         if self._num_requests >= limits.num_requests:
             raise Refusal(
                 429,
@@ -155,7 +161,11 @@ class _Body:
         Raises:
             Refusal: it is too large, or takes too long.
         """
-        too_large = Refusal(413, f"the body has more than {most_nbytes} bytes")
+        too_large = Refusal(
+            413,
+            f"the body has more than {most_nbytes} bytes: send less, or start the server with a "
+            "larger --max-body",
+        )
         if announced is not None and not re.fullmatch(r"\d{1,18}", announced, re.ASCII):
             raise Refusal(400, f"Content-Length is {announced[:40]!r}: give a number of bytes")
         if announced is not None and int(announced) > most_nbytes:
@@ -163,7 +173,9 @@ class _Body:
         try:
             found = await asyncio.wait_for(self._take(most_nbytes), BODY_SECONDS)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body took more than {BODY_SECONDS:g} s") from None
+            raise Refusal(
+                408, f"the body took more than {BODY_SECONDS:g} s: send it faster"
+            ) from None
         if len(found) > most_nbytes:
             raise too_large
         return found
@@ -180,7 +192,7 @@ class _Body:
             message = await self._receive()
             self._is_done = not message.get("more_body", False)
             if message["type"] == "http.disconnect":
-                raise Refusal(400, "the body ended early")
+                raise Refusal(400, "the body ended early: send all of it")
             num_bytes += len(message["body"])
             found += message["body"] if is_kept else b""
         return bytes(found)
@@ -238,7 +250,7 @@ class _Passage:
         if was_done:
             work.result()
         elif self._is_cut and not self._has_begun:
-            raise Refusal(503, "the server is ending", retry_after=RETRY_SECONDS)
+            raise Refusal(503, "the server is ending: try again later", retry_after=RETRY_SECONDS)
 
 
 async def _end(receive: Receive) -> None:

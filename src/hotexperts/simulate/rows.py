@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotexperts.simulate.cost import Cost
+from hotexperts.simulate.fractional import FractionalStats
 from hotexperts.simulate.prefetch import PrefetchStats
 from hotexperts.simulate.sweep import FRAME, Cell, Counts, Sweep
+from hotexperts.stats import CacheStats
 
 
 def sweep_rows(
@@ -32,7 +34,7 @@ def sweep_rows(
         if cell.predictor is not None:
             rows.append({**_counted(counts, cell), **_prefetched(sweep, counts, cell, steps)})
             continue
-        missed = None if nbytes is None else counts[cell].misses * nbytes
+        missed = None if nbytes is None else _missed_nbytes(counts[cell], nbytes)
         time = None
         if missed is not None and steps:
             time = cost.ms_per_token(missed, sweep.traces[cell.trace].num_layers, steps, cell.batch)
@@ -42,13 +44,26 @@ def sweep_rows(
 
 def _counted(counts: Counts, cell: Cell) -> dict[str, Any]:
     stats = counts[cell]
+    parts = {"part_hits": stats.part_hits} if isinstance(stats, FractionalStats) else {}
     return {
         **{name: value for name, value in cell._asdict().items() if name != "predictor"},
         "demands": stats.demands,
         "hits": stats.hits,
         "hit_ratio": stats.hit_rate if stats.demands else None,
         "gap_to_belady_closed": gap_closed(counts, cell),
+        **parts,
     }
+
+
+def _missed_nbytes(stats: CacheStats, nbytes: int) -> int:
+    if isinstance(stats, FractionalStats):
+        return stats.missed_nbytes(nbytes)
+    return stats.misses * nbytes
+
+
+def _resident(stats: CacheStats) -> float:
+    """Demanded experts that were there, two halves as one."""
+    return stats.resident if isinstance(stats, FractionalStats) else stats.hits
 
 
 def _prefetched(sweep: Sweep, counts: Counts, cell: Cell, num_steps: int) -> dict[str, Any]:
@@ -74,4 +89,4 @@ def _prefetched(sweep: Sweep, counts: Counts, cell: Cell, num_steps: int) -> dic
 def gap_closed(counts: Counts, cell: Cell) -> float | None:
     """How far from LRU (0.0) to Belady (1.0) the hits are; None where Belady has no more."""
     lru, best = (counts[cell._replace(policy=policy, predictor=None)].hits for policy in FRAME)
-    return (counts[cell].hits - lru) / (best - lru) if best > lru else None
+    return (_resident(counts[cell]) - lru) / (best - lru) if best > lru else None

@@ -134,7 +134,10 @@ def _check(trace: Trace, batch: int, prefill: Prefill) -> None:
     if prefill not in get_args(Prefill):
         raise ConfigError(f"prefill {prefill!r}: give one of {', '.join(get_args(Prefill))}")
     if DECODE not in trace.phase:
-        raise ConfigError("the trace has no decode tokens, and only these are counted")
+        raise ConfigError(
+            "the trace has no decode tokens, and only these are counted: record more than one new "
+            "token (--max-new-tokens)"
+        )
 
 
 def _next_decode(

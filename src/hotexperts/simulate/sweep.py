@@ -9,10 +9,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hotexperts.config import Bytes
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.simulate.bounds import BOUNDS, bound
 from hotexperts.simulate.cost import NO_COST, Cost, expert_nbytes
 from hotexperts.simulate.foretell import check_predictor
+from hotexperts.simulate.fractional import FRACTIONAL, check_fractional, replay_fractional
 from hotexperts.simulate.players import player
 from hotexperts.simulate.prefetch import NO_PREFETCH, Prefetch
 from hotexperts.simulate.prefetch_replay import replay_prefetch
@@ -46,20 +48,22 @@ class Sweep:
 
     Attributes:
         traces: by name.
-        policies: as `replay` takes them, or one of `BOUNDS`.
-        capacities: slots a layer; none takes an eighth, a quarter and half of a trace's experts.
+        policies: as `replay` takes them, `FRACTIONAL`, or one of `BOUNDS`.
+        capacities: slots a layer, or bytes of all layers; none takes an eighth, a quarter and
+            half of a trace's experts.
         batches: lanes.
         prefill: see `replay`.
         rules: see `replay`.
         predictors: with which each policy that is no bound is replayed again.
         prefetch: how these are.
         cost: what prefetch hides behind.
-        nbytes_of: from `expert_sizes`; prefetch needs it but where slack is unlimited.
+        nbytes_of: from `expert_sizes`; capacities in bytes need it, and prefetch but where slack is
+            unlimited.
     """
 
     traces: Mapping[str, Trace]
     policies: Sequence[str]
-    capacities: Sequence[int] = ()
+    capacities: Sequence[int | Bytes] = ()
     batches: Sequence[int] = (1,)
     prefill: Prefill = "warm"
     rules: Rules = ENGINE
@@ -69,9 +73,28 @@ class Sweep:
     nbytes_of: Mapping[str, int | None] = field(default_factory=dict)
 
     def capacities_of(self, name: str) -> Sequence[int]:
-        """The sizes for one trace."""
+        """The slots of a layer for one trace.
+
+        Raises:
+            ConfigError: bytes that hold no slot for each layer, or of experts of unknown size.
+        """
         num_experts = self.traces[name].num_experts
-        return self.capacities or sorted({max(1, num_experts // part) for part in (8, 4, 2)})
+        if not self.capacities:
+            return sorted({max(1, num_experts // part) for part in (8, 4, 2)})
+        return list(dict.fromkeys(self._slots(name, size) for size in self.capacities))
+
+    def _slots(self, name: str, size: int | Bytes) -> int:
+        if isinstance(size, int):
+            return size
+        nbytes, num_layers = self.nbytes_of.get(name), self.traces[name].num_layers
+        if nbytes is None:
+            raise ConfigError("a cache in bytes: give --expert-mb, an expert's size, or slots")
+        if size.num_bytes < num_layers * nbytes:
+            raise ConfigError(
+                f"{size.num_bytes} bytes are less than one expert of {nbytes} in each of "
+                f"{num_layers} layers: give more"
+            )
+        return min(size.num_bytes // (num_layers * nbytes), self.traces[name].num_experts)
 
     def cells(self, policies: Sequence[str]) -> Iterator[Cell]:
         """The replays of these policies, in the order of a report."""
@@ -100,7 +123,9 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
             a trace cannot have.
     """
     for policy in sweep.policies:
-        if policy not in BOUNDS:
+        if policy == FRACTIONAL:
+            _check_halves(sweep)
+        elif policy not in BOUNDS:
             player(policy, 1, sweep.rules)
     found = {}
     for name, trace in sweep.traces.items():
@@ -115,6 +140,15 @@ def count_steps(sweep: Sweep) -> dict[tuple[str, int], int]:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
     return found
+
+
+def _check_halves(sweep: Sweep) -> None:
+    check_fractional(sweep.rules)
+    if sweep.predictors:
+        raise ConfigError(
+            f"policy {FRACTIONAL!r} with prefetch: a staging row holds a whole expert: leave one "
+            "of the two out"
+        )
 
 
 def _check_prefetch(sweep: Sweep, name: str) -> None:
@@ -182,6 +216,8 @@ def _count(sweep: Sweep, cell: Cell) -> CacheStats:
         ).total
     if cell.policy in BOUNDS:
         return bound(cell.policy, trace, cell.capacity, cell.batch, prefill, rules).total
+    if cell.policy == FRACTIONAL:
+        return replay_fractional(trace, cell.capacity, cell.batch, prefill, rules).total
     return replay(trace, cell.policy, cell.capacity, cell.batch, prefill, rules).total
 
 

@@ -1,4 +1,4 @@
-"""A trace written while it is recorded: one file at the end, and never half of one."""
+"""A trace written while it is recorded: one file at the end or before it, and never half of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotexperts.simulate.trace import MAX_CELLS, NOT_RECORDED, Trace, TraceError
 
 
 class TraceWriter:
-    """Appends tokens to an `.npz` by token (docs/traces.md), which appears when it is closed.
+    """Appends tokens to an `.npz` by token (docs/traces.md), which appears when closed or saved.
 
     What is appended waits in unnamed files beside the target, not in memory. Leaving a `with` block
     closes, or, where an exception leaves it, discards.
@@ -39,6 +39,7 @@ class TraceWriter:
         self, path: str | os.PathLike[str], num_experts: int, meta: Mapping[str, Any]
     ) -> None:
         self.num_tokens = 0
+        self._num_saved = 0
         self._path = check_out(path)
         self._meta = {**meta, "n_experts": num_experts}
         self._is_closed = False
@@ -112,18 +113,33 @@ class TraceWriter:
         """
         if self._is_closed:
             return
-        if not self.num_tokens:
+        try:
+            if not self.num_tokens:
+                raise TraceError(f"{self._path}: nothing was recorded, so nothing is written")
+            if self._num_saved != self.num_tokens:
+                self.save()
+        finally:
             self.discard()
-            raise TraceError(f"{self._path}: nothing was recorded, so nothing is written")
+
+    def save(self) -> None:
+        """Write the file as if it ended here: it takes as long as the trace is.
+
+        Another thread may append meanwhile, what it appends is not in the file; but no other may
+        save, close or discard. To be called after the first token.
+
+        Raises:
+            TraceError: the file cannot be written; what is there stays.
+        """
+        num_tokens = self.num_tokens
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
-            self._write(partial)
+            self._write(partial, num_tokens)
             partial.replace(self._path)
         except OSError as error:
             raise _unwritable(self._path, error) from error
         finally:
             partial.unlink(missing_ok=True)
-            self.discard()
+        self._num_saved = num_tokens
 
     def discard(self) -> None:
         """Forget what was appended; a file that is there stays."""
@@ -165,11 +181,11 @@ class TraceWriter:
         if num_ids > MAX_CELLS:
             raise TraceError(f"a trace of over {MAX_CELLS} ids is not read again: begin another")
 
-    def _write(self, path: Path) -> None:
+    def _write(self, path: Path, num_tokens: int) -> None:
         meta = {**self._meta, "k": self.shape[2]}
         arrays: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
         for name, spool in self._arrays.items():
-            arrays[name] = spool.rows(self.num_tokens)
+            arrays[name] = spool.rows(num_tokens)
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays)
 

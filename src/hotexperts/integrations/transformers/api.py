@@ -9,19 +9,17 @@ import torch
 
 from hotexperts.config import (
     DEFAULT_PACKING,
+    DEFAULT_RAM_POLICY,
     CacheConfig,
     CacheMode,
     ExpertDtype,
     ExpertPacking,
     Prefetch,
     StoreKind,
+    gib_to_bytes,
     parse_cache_size,
 )
-from hotexperts.errors import (
-    CheckpointError,
-    UnsupportedModelError,
-    UnsupportedOperationError,
-)
+from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
 from hotexperts.integrations.transformers import experts
 from hotexperts.integrations.transformers import load as loading
 from hotexperts.integrations.transformers.load import Progress
@@ -31,12 +29,8 @@ from hotexperts.integrations.transformers.options import (
     find_dtype,
     make_options,
 )
-from hotexperts.integrations.transformers.repository import (
-    not_of_the_class,
-    read_config,
-    require_complete,
-    why_unreadable,
-)
+from hotexperts.integrations.transformers.pretrained import from_pretrained_by_us
+from hotexperts.integrations.transformers.repository import read_config, require_complete
 from hotexperts.policy import DEFAULT_POLICY
 
 
@@ -46,6 +40,9 @@ def load(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    expert_ram_gib: float | None = None,
+    expert_ram_policy: str = DEFAULT_RAM_POLICY,
+    expert_pack: str | Path | None = None,
     expert_packing: ExpertPacking = DEFAULT_PACKING,
     expert_dtype: ExpertDtype = "none",
     prefetch: Prefetch = "off",
@@ -68,7 +65,14 @@ def load(
             holds.
         policy: which expert leaves: a registered name or "module:Class".
         expert_store: "ram" copies the experts into host memory, page-locked for a GPU; "file"
-            leaves them in the checkpoint, memory-mapped.
+            leaves them in the checkpoint, memory-mapped; "disk" reads them from a pack
+            (`hotexperts pack`) and keeps some in host memory; "auto" is "ram" where they fit the
+            free memory, else "disk" where there is a pack, else "file":
+            `expert_cache.store_reason` says why.
+        expert_ram_gib: host memory for experts that are on disk, in GiB; None is half of what is
+            free.
+        expert_ram_policy: which of them leaves that memory: a registered name or "module:Class".
+        expert_pack: the pack's file; None is where `hotexperts pack` puts it.
         expert_packing: "packed12" keeps bf16 experts in 12 bits a value in host memory, without
             loss, and kernels unpack them as they copy; "none" keeps them as they are; "auto" packs
             where kernels manage the cache on a GPU and some expert has no slot.
@@ -90,7 +94,7 @@ def load(
         kv_tokens: tokens (context x batch) of KV cache that a budget leaves room for; None is
             4096, or as many as the model has positions where those are fewer.
         check_host_memory: refuse before loading where the host seems to have too little memory.
-        progress: called with (experts loaded, experts in all).
+        progress: called with (bytes of experts loaded, bytes in all).
         auto_class: the class whose `from_pretrained` loads; None is `AutoModelForCausalLM`.
         **from_pretrained: passed on to it (`revision`, `token`, `trust_remote_code`, ...); names of
             the configuration change its values. Remote code is refused unless
@@ -105,6 +109,7 @@ def load(
         UnsupportedModelError: not an MoE model, or experts of an unknown form; the class is named.
         UnsupportedOperationError: `device_map`, `tp_plan` and their like.
         HostMemoryError: the host has too little memory, or may not page-lock as much.
+        StorageError: a pack that cannot be read.
     """
     check_from_pretrained(from_pretrained)
     options = make_options(
@@ -116,7 +121,10 @@ def load(
             check_host_memory,
             expert_packing,
             prefetch,
-            expert_dtype,
+            ram_nbytes=gib_to_bytes(expert_ram_gib, "expert_ram_gib"),
+            ram_policy=expert_ram_policy,
+            pack=None if expert_pack is None else str(expert_pack),
+            expert_dtype=expert_dtype,
         ),
         experts_algorithm,
         kv_tokens,
@@ -127,7 +135,7 @@ def load(
     wants_info = from_pretrained.pop("output_loading_info", False)
     config, rest = read_config(path_or_id, from_pretrained)
     rest = {"use_safetensors": True, **rest, "config": config, "dtype": dtype}
-    model, info = _from_pretrained(path_or_id, options, auto_class, where, rest)
+    model, info = from_pretrained_by_us(path_or_id, options, auto_class, where, rest)
     _require_cache(model)
     require_complete(path_or_id, info)
     return (model, info) if wants_info else model
@@ -173,7 +181,9 @@ def attach(
         UnsupportedOperationError: it has a cache already, or is spread over devices.
     """
     if hasattr(model, "expert_cache"):
-        raise UnsupportedOperationError("the model has an expert cache already")
+        raise UnsupportedOperationError(
+            "the model has an expert cache already: load it again to change it"
+        )
     if len(set((getattr(model, "hf_device_map", None) or {"": ""}).values())) > 1:
         raise UnsupportedOperationError(
             "the model is spread by device_map: load it on the CPU, or use load()"
@@ -187,7 +197,7 @@ def attach(
             check_host_memory,
             expert_packing,
             prefetch,
-            expert_dtype,
+            expert_dtype=expert_dtype,
         ),
         experts_algorithm,
         kv_tokens,
@@ -201,6 +211,9 @@ def install(
     expert_cache_size: int | str = "auto",
     policy: str = DEFAULT_POLICY,
     expert_store: StoreKind = "ram",
+    expert_ram_gib: float | None = None,
+    expert_ram_policy: str = DEFAULT_RAM_POLICY,
+    expert_pack: str | Path | None = None,
     expert_packing: ExpertPacking = DEFAULT_PACKING,
     expert_dtype: ExpertDtype = "none",
     prefetch: Prefetch = "off",
@@ -217,6 +230,9 @@ def install(
         expert_cache_size: as for `load`.
         policy: as for `load`.
         expert_store: as for `load`.
+        expert_ram_gib: as for `load`.
+        expert_ram_policy: as for `load`.
+        expert_pack: as for `load`.
         expert_packing: as for `load`.
         expert_dtype: as for `load`.
         prefetch: as for `load`.
@@ -235,46 +251,15 @@ def install(
                 check_host_memory,
                 expert_packing,
                 prefetch,
-                expert_dtype,
+                ram_nbytes=gib_to_bytes(expert_ram_gib, "expert_ram_gib"),
+                ram_policy=expert_ram_policy,
+                pack=None if expert_pack is None else str(expert_pack),
+                expert_dtype=expert_dtype,
             ),
             experts_algorithm,
             kv_tokens,
         )
     )
-
-
-def _from_pretrained(
-    path_or_id: str | Path,
-    options: loading.LoadOptions,
-    auto_class: Any,
-    device: torch.device,
-    rest: dict[str, Any],
-) -> tuple[Any, dict[str, Any]]:
-    """The model and the loading information; errors of Transformers' in our words."""
-    with loading.pending(options) as pending:
-        try:
-            return (auto_class or _causal_lm()).from_pretrained(
-                path_or_id,
-                device_map={"": device},
-                experts_implementation=experts.NAME,
-                output_loading_info=True,
-                **rest,
-            )
-        except ValueError as error:
-            if not str(error).startswith("Unrecognized configuration class"):
-                raise
-            raise UnsupportedModelError(not_of_the_class(rest["config"], auto_class)) from error
-        except OSError as error:
-            if pending.found_files:  # the disk's, the user's progress function's, ...
-                raise
-            subfolder = rest.get("subfolder") or ""
-            raise CheckpointError(why_unreadable(path_or_id, subfolder, error)) from error
-
-
-def _causal_lm() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM
 
 
 def _require_cache(model: Any) -> None:

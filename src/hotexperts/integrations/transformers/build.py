@@ -34,6 +34,7 @@ from hotexperts.sizing import (
 
 if TYPE_CHECKING:
     from hotexperts.integrations.transformers.load import LoadOptions
+    from hotexperts.integrations.transformers.store_maker import Stores
 
 AUTO_SHARE = 0.9  # of the free memory
 WORKSPACE_BYTES = 256 * 2**20  # activations of a prefill chunk and the matrix library's scratch
@@ -42,28 +43,32 @@ WORKSPACE_BYTES = 256 * 2**20  # activations of a prefill chunk and the matrix l
 def attach_stores(
     model: Any,
     found: Sequence[ExpertsModule],
-    stores: Sequence[ExpertStore],
+    made: Stores,
     plan: SizePlan,
     options: LoadOptions,
     device: torch.device,
     start: float,
+    *,
+    store_reason: str | None = None,
 ) -> None:
     """Give every layer its cache, and the model its `expert_cache`.
 
     Args:
         model: parameters other than experts on `device`.
         found: its experts modules.
-        stores: one a module.
+        made: their stores, one a module.
         plan: the capacity.
         options: the user's choices.
         device: where slots go.
         start: `time.perf_counter()` when loading began.
+        store_reason: why the experts are where they are.
     """
-    turn = Turn(device)
+    stores, turn = made.of_layers, Turn(device)
     banks = _make_banks(found, stores, plan.capacity, device)
     providers: list[StreamingProvider] = []
     layers: list[CachedExperts] = []
-    chosen = choose_mode(options.cache, [store.layout for store in stores], device)
+    layouts = [store.layout for store in stores]
+    chosen = choose_mode(options.cache, layouts, device, is_refused=made.refusal is not None)
     lanes = make_lanes(options.cache, chosen, stores, device)
     for layer, store in zip(found, stores, strict=True):
         make_provider: Any = CachedWeightProvider
@@ -85,7 +90,7 @@ def attach_stores(
             this.next_provider = following
     if lanes:
         for (cached, before), (_, after) in itertools.pairwise(zip(layers, found, strict=True)):
-            cached.guess = NextExperts(model, before.module, after.module, before.top_k)
+            cached.guess = NextExperts(model, before.module, after.module)
     model.eval()
     guard(model, [layer.module for layer in found])
     if not all(layer.is_capturable for layer in layers):
@@ -96,11 +101,13 @@ def attach_stores(
         capacity=plan.capacity,
         policy=options.cache.policy,
         store=options.cache.store,
+        held=made.held,
         mode=chosen.mode,
         mode_reason=chosen.reason,
         reason=plan.reason,
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
+        store_reason=store_reason,
     )
 
 
@@ -141,7 +148,7 @@ def check_early(
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
     choose_mode(options.cache, [layer.layout for layer in found], device)
-    if options.cache.check_host_memory:
+    if options.cache.check_host_memory and options.cache.store != "disk":  # which was checked
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")
 

@@ -17,6 +17,7 @@ import torch
 
 from hotexperts.cache import FileStore
 from hotexperts.cache.file_store import PinnedBounce
+from hotexperts.cache.parallel_read import Span
 from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError
 from hotexperts.formats import TensorSpec
@@ -33,6 +34,7 @@ from hotexperts.integrations.transformers.sources import (
     Source,
     expert_number,
     one_expert,
+    place,
     view,
 )
 
@@ -114,6 +116,30 @@ class ExpertCheckpoint:
         store.check(0)
         return store
 
+    def spans(self, experts: ExpertsModule, rows: torch.Tensor) -> list[Span] | None:
+        """Where each byte of a layer's rows is read from, of a layer that `store` has checked.
+
+        Args:
+            experts: the layer.
+            rows: uint8 `[E, row_nbytes]`, for the spans to go to.
+
+        Returns:
+            None where rows are more than the files' bytes in another order.
+        """
+        found: list[Span] = []
+        specs, offsets = experts.layout.specs, experts.layout.offsets
+        for spec, offset in zip(specs, offsets, strict=True):
+            pieces = _pieces(self._entry(experts, spec.name))
+            if pieces is None or any(s.dtype != spec.dtype for p in pieces for s in p):
+                return None
+            for expert in range(experts.num_experts):
+                at = offset
+                for sources in pieces:
+                    file, begin, end = place(sources, expert, experts.num_experts)
+                    found.append(Span(file.path, begin, rows[expert, at : at + end - begin]))
+                    at += end - begin
+        return found
+
     def coded(self, experts: ExpertsModule) -> CodedExperts | None:
         """One layer's experts as they are quantised here; None where they are not, or otherwise.
 
@@ -154,9 +180,9 @@ class ExpertCheckpoint:
         return entry
 
     def _reader(self, experts: ExpertsModule, name: str, entry: ParameterSources) -> Any:
-        if entry.converter is None or compat.only_stacks(entry.converter.operations):
-            order = entry.by_pattern if entry.converter is None else entry.converter.source_patterns
-            return partial(_views, [entry.by_pattern[p] for p in order])
+        pieces = _pieces(entry)
+        if pieces is not None:
+            return partial(_views, pieces)
         return partial(self._convert, f"{experts.name}.{name}", entry)
 
     def _convert(self, target: str, entry: ParameterSources, expert: int) -> list[torch.Tensor]:
@@ -178,6 +204,15 @@ class ExpertCheckpoint:
         (value,) = (v for k, v in tensors.items() if len(tensors) == 1 or k in target)
         value = value[0] if isinstance(value, list) else value
         return [value[0]]
+
+
+def _pieces(entry: ParameterSources) -> list[list[Source]] | None:
+    """What a tensor is joined from, in order; None where it takes more than joining."""
+    if entry.converter is None:
+        return list(entry.by_pattern.values())
+    if not compat.only_stacks(entry.converter.operations):
+        return None
+    return [entry.by_pattern[pattern] for pattern in entry.converter.source_patterns]
 
 
 def _views(sources_of_all: list[list[Source]], expert: int) -> list[torch.Tensor]:

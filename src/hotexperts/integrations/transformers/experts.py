@@ -43,7 +43,7 @@ class CachedExperts:
             for few pairs on CUDA, as Transformers does when it decodes, and else `grouped_mm`.
 
     Attributes:
-        guess: from the layer's input to what the next layer will ask for; None: nobody guesses.
+        guess: from the layer's input to scores of the next layer's experts; None: nobody guesses.
 
     Raises:
         ConfigError: an unknown algorithm.
@@ -93,7 +93,7 @@ class CachedExperts:
             first = next(waves)
             if self.guess is not None and len(index) <= PREFILL_MIN_TOKENS:
                 assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
-                self.provider.guess_next(partial(self.guess, hidden), hidden)
+                self.provider.guess_next(partial(self.guess, hidden), hidden, index.numel())
             if first.part is None and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)

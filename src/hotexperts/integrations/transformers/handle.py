@@ -23,12 +23,16 @@ class ExpertCache:
         providers: their caches, same order.
         capacity: slots a layer.
         policy: its name.
-        store: "ram" or "file".
+        store: "ram", "file" or "disk".
+        held: how host memory is held, as "page-locked"; empty where no GPU reads it.
         mode: who manages them: "host" or "device".
         mode_reason: why "auto" came to the host, as "host: no CUDA device"; else None.
         reason: where the capacity comes from, one line.
         banks: the streaming banks, one pair a layout.
         load_seconds: wall-clock seconds of loading.
+        store_reason: why the experts are there, and how many are in memory, as "disk: as asked;
+            8 of 64 experts a layer in 1.2 GiB of memory"; None where that was asked for and says
+            all.
     """
 
     names: tuple[str, ...]
@@ -36,11 +40,13 @@ class ExpertCache:
     capacity: int
     policy: str
     store: str
+    held: str
     mode: str
     mode_reason: str | None
     reason: str
     banks: tuple[StreamBanks, ...]
     load_seconds: float
+    store_reason: str | None = None
 
     def __repr__(self) -> str:
         experts = min(provider.store.num_experts for provider in self.providers)

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from hotexperts.cache import ExpertStore
 from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
@@ -35,14 +36,12 @@ from hotexperts.integrations.transformers.modules import (
     take_parameters,
 )
 from hotexperts.integrations.transformers.positions import within_positions
-from hotexperts.integrations.transformers.stores import (
-    in_codes,
-    make_stores,
-    ram_nbytes,
-    take_stores,
-)
+from hotexperts.integrations.transformers.row_forms import in_codes, ram_nbytes
+from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
+from hotexperts.integrations.transformers.tiers import choose_tier
 
 Progress = Callable[[int, int], None]
+Instead = Callable[[Sequence[ExpertsModule], ExpertCheckpoint, Sequence[Path]], NoReturn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class LoadOptions:
         algorithm: see `CachedExperts`.
         kv_tokens: tokens of KV cache to leave room for when the size is a budget or "auto".
         is_kv_chosen: the user gave them; else the model's positions limit them.
-        progress: called with (experts loaded, experts in all).
+        progress: called with (bytes of experts loaded, bytes in all).
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -71,10 +70,13 @@ class Pending:
     Attributes:
         options: the user's choices.
         found_files: whether Transformers has found the configuration and every file.
+        instead: called with the experts, their checkpoint and its files, and nothing is loaded
+            then: it does not return.
     """
 
     options: LoadOptions
     found_files: bool = False
+    instead: Instead | None = None
 
 
 _pending: ContextVar[Pending | None] = ContextVar("hotexperts_pending_load", default=None)
@@ -96,17 +98,17 @@ def install(options: LoadOptions) -> None:
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
-        return _load(original, pending.options, model, state_dict, files, load_config, *rest)
+        return _load(original, pending, model, state_dict, files, load_config, *rest)
 
     hook._hotexperts = True  # type: ignore[attr-defined]
     base._load_pretrained_model = staticmethod(hook)
 
 
 @contextmanager
-def pending(options: LoadOptions) -> Iterator[Pending]:
-    """Inside, this thread's `from_pretrained` uses `options`."""
+def pending(options: LoadOptions, instead: Instead | None = None) -> Iterator[Pending]:
+    """Inside, this thread's `from_pretrained` uses `options`, or does something else instead."""
     install(_defaults)
-    load = Pending(options)
+    load = Pending(options, instead=instead)
     token = _pending.set(load)
     try:
         yield load
@@ -116,7 +118,7 @@ def pending(options: LoadOptions) -> Iterator[Pending]:
 
 def _load(
     original: Callable[..., Any],
-    options: LoadOptions,
+    pending: Pending,
     model: Any,
     state_dict: Any,
     files: Any,
@@ -132,9 +134,13 @@ def _load(
         )
     found = find_experts(model)
     checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
-    coded = in_codes(found, checkpoint, options)
-    in_ram = ram_nbytes(found, coded, options)
-    check_early(found, options, device, in_ram)
+    if pending.instead is not None:
+        pending.instead(found, checkpoint, [Path(file) for file in files])
+    coded = in_codes(found, checkpoint, pending.options.cache)
+    needed = ram_nbytes(found, coded, pending.options.cache)
+    tier = choose_tier(found, needed, pending.options.cache, [Path(file) for file in files])
+    options = replace(pending.options, cache=tier.config(pending.options.cache))
+    check_early(found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
@@ -150,9 +156,9 @@ def _load(
             "(save_pretrained(max_shard_size='5GB'))"
         ) from error
     options = within_positions(options, model.config)
-    plan = plan_capacity(model, found, options, device, in_ram)
-    stores = make_stores(found, coded, checkpoint, options, device, plan.capacity)
-    attach_stores(model, found, stores, plan, options, device, start)
+    plan = plan_capacity(model, found, options, device, tier.ram_nbytes)
+    stores = make_stores(found, coded, checkpoint, options, device, plan.capacity, tier)
+    attach_stores(model, found, stores, plan, options, device, start, store_reason=tier.reason)
     return result
 
 
@@ -169,11 +175,18 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
             "load()"
         )
     found = find_experts(model)
-    largest = max(ram_nbytes([layer], [None], options) for layer in found)
+    largest = max(ram_nbytes([layer], [None], options.cache) for layer in found)
     check_early(found, options, device, largest)
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
-    stores = take_stores(found, options, device, plan.capacity)
+    made: list[ExpertStore] = []
+    with on(device):
+        maker = StoreMaker.for_model(found, options.cache, device, plan.capacity)
+        for layer in found:
+            parameters = take_parameters(layer.module)
+            made.append(maker.from_tensors(parameters))
+            parameters.clear()
+        stores = maker.settled(made)
     nn.Module.to(model, device)
     experts.register()
     model.set_experts_implementation(experts.NAME)

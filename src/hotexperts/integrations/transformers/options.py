@@ -52,6 +52,7 @@ def make_options(
         ConfigError: one that cannot take effect.
     """
     POLICIES.load(cache.policy)
+    POLICIES.load(cache.ram_policy)
     if algorithm not in experts.ALGORITHMS:
         raise ConfigError(
             f"experts_algorithm is {algorithm!r}: use one of {', '.join(experts.ALGORITHMS)}"
@@ -62,7 +63,7 @@ def make_options(
         raise ConfigError(f"kv_tokens is {kv_tokens!r}: give a whole number, at least 1")
     if not callable(progress):
         raise ConfigError(
-            f"progress is {progress!r}: give a function of (experts loaded, experts in all)"
+            f"progress is {progress!r}: give a function of (bytes of experts loaded, bytes in all)"
         )
     return LoadOptions(cache, algorithm, kv_tokens, is_chosen, progress)
 
@@ -77,7 +78,9 @@ def check_path(path_or_id: Any) -> None:
         raise CheckpointError(f"{path_or_id!r} is no model: give a folder or a hub id")
     looks_local = isinstance(path_or_id, Path) or path_or_id.startswith((".", "/", "~"))
     if looks_local and not Path(path_or_id).is_dir():
-        raise CheckpointError(f"{path_or_id}: no such folder")
+        raise CheckpointError(
+            f"{path_or_id}: no such folder: give one that exists, or a hub id such as org/model"
+        )
 
 
 def find_device(device: Any) -> torch.device:
@@ -98,7 +101,8 @@ def find_device(device: Any) -> torch.device:
         raise ConfigError(f"device {device!r}: this torch sees no CUDA device; use 'cpu'")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {device!r}: this torch sees {torch.cuda.device_count()} CUDA devices"
+            f"device {device!r}: this torch sees {torch.cuda.device_count()} CUDA devices: give a "
+            "lower number"
         )
     return found
 

@@ -20,22 +20,18 @@ class NextExperts:
         model: with both layers.
         before: the experts module whose input is used.
         after: the experts module whose demand is guessed.
-        num_guesses: of all tokens together.
 
     Raises:
         UnsupportedModelError: the router of `after` is not found.
     """
 
-    def __init__(
-        self, model: nn.Module, before: nn.Module, after: nn.Module, num_guesses: int
-    ) -> None:
+    def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
         self._router = find_router(model, after, remedy="use prefetch='off'")
-        self._num_guesses = num_guesses
         self._scale = _scale(model, before, after)
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Int32 `[guesses]`: the experts of highest logit of any token, the highest first.
+        """The router's logits, `[T, E]`.
 
         Args:
             hidden: `[T, H]`.
@@ -43,8 +39,7 @@ class NextExperts:
         rows = hidden if self._scale is None else hidden * self._scale
         # Not called as modules are: no hook must take this for the model's own pass.
         logits = self._router.logits_of(self._router.module.forward(rows))
-        highest = logits.float().reshape(-1, logits.shape[-1]).amax(0)
-        return highest.topk(min(self._num_guesses, len(highest))).indices.int()
+        return logits.reshape(-1, logits.shape[-1]).contiguous()
 
 
 def _scale(model: nn.Module, before: nn.Module, after: nn.Module) -> torch.Tensor | None:

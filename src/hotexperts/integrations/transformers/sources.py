@@ -31,6 +31,11 @@ class Source:
     key: str
     expert: int | None
 
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """Its dtype in the file."""
+        return self.file.entries[self.key].dtype
+
     def tensor(self) -> torch.Tensor:
         """A view of the file."""
         return self.file.tensor(self.key)
@@ -82,6 +87,16 @@ def view(sources: list[Source], expert: int) -> torch.Tensor:
     if sources[0].expert is not None:
         return sources[expert].tensor().unsqueeze(0)
     return sources[0].tensor()[expert : expert + 1]
+
+
+def place(sources: list[Source], expert: int, num_experts: int) -> tuple[SafetensorsFile, int, int]:
+    """Where one expert's bytes of a tensor lie: the file, and their begin and end in it."""
+    source = sources[expert if sources[0].expert is not None else 0]
+    _, _, begin, end = source.file.entries[source.key]
+    if source.expert is not None:
+        return source.file, begin, end
+    nbytes = (end - begin) // num_experts
+    return source.file, begin + expert * nbytes, begin + (expert + 1) * nbytes
 
 
 def one_expert(sources: list[Source], expert: int) -> list[torch.Tensor]:

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hotexperts.cache.host_memory import available_host_bytes
-from hotexperts.config import Bytes, format_bytes
+from hotexperts.config import Bytes, CacheSize, format_bytes
 from hotexperts.errors import ConfigError, HostMemoryError
 from hotexperts.integrations.vllm.options import flag
-from hotexperts.sizing import CONTEXT_NBYTES
+from hotexperts.integrations.vllm.ranks import largest_of_ranks
+from hotexperts.sizing import (
+    CONTEXT_NBYTES,
+    LayerShape,
+    SizePlan,
+    bank_rows,
+    capacity_for_budget,
+    fixed_capacity,
+)
 from hotexperts.sizing import workspace_nbytes as step_nbytes
 
 NUM_SEQUENCES = 4  # of the greatest length have room, unless vLLM is told another size
 WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")  # ways of guessing tokens
+
+
+def plan_slots(
+    size: CacheSize,
+    shapes: Sequence[LayerShape],
+    config: Any,
+    layer: Any,
+    device: torch.device,
+    *,
+    experts_nbytes: int,
+    most: int | None,
+) -> SizePlan:
+    """How many slots each layer gets.
+
+    Args:
+        size: as the user gave it.
+        shapes: of the model's layers.
+        config: vLLM's `VllmConfig`.
+        layer: the first of them, vLLM's `RoutedExperts`.
+        device: of the slots.
+        experts_nbytes: of its experts that are on the device now and will not be.
+        most: of a draft model, the slots of the model that it drafts for, which has the budget.
+
+    Raises:
+        ConfigError: the slots do not fit.
+    """
+    if isinstance(size, int) and not isinstance(size, Bytes):
+        return fixed_capacity(size, shapes)
+    if most is not None:
+        return fixed_capacity(min(most, shapes[0].num_experts), shapes)
+    total = total_nbytes(size, config, device)
+    other = other_nbytes(config, device, layer, experts_nbytes)
+    other = largest_of_ranks(other)  # so that all have equal slots
+    return capacity_for_budget(total, other, shapes)
+
+
+def describe_waves(num_tokens: int, top_k: int, *, capacity: int, num_experts: int) -> str:
+    """What a step of so many tokens, and a token, ask of a layer."""
+    absent = max(0, min(num_tokens * top_k, num_experts) - capacity)
+    num_waves = 1 + -(-absent // max(1, bank_rows(num_experts, capacity)))
+    found = f"at most {num_waves} waves in a step of {num_tokens} tokens"
+    if capacity < top_k:
+        found += f"; a token asks for {top_k} experts, more than the slots: it streams them"
+    return found
 
 
 def total_nbytes(size: Any, config: Any, device: torch.device) -> int:
@@ -128,3 +181,9 @@ class HostBudget:
                 "fewer bits; where memory grows on demand, skip this check by "
                 f"{flag('options')} '{{\"check_host_memory\": false}}'"
             )
+
+
+def num_ranks_here(parallel: Any) -> int:
+    """Processes that hold experts in this host's memory."""
+    local = getattr(parallel, "local_world_size", parallel.world_size)
+    return int(local * max(1, getattr(parallel, "data_parallel_size_local", 1)))

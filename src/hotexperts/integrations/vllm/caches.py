@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,22 +13,29 @@ from torch import nn
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
 from hotexperts.cache.padding import TokenCount
+from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
-from hotexperts.config import Bytes, format_bytes
-from hotexperts.errors import UnsupportedModelError
+from hotexperts.config import format_bytes
+from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
-from hotexperts.integrations.vllm.budget import HostBudget, other_nbytes, total_nbytes
-from hotexperts.integrations.vllm.compat import DIALECTS
+from hotexperts.integrations.vllm.budget import (
+    HostBudget,
+    describe_waves,
+    num_ranks_here,
+    plan_slots,
+)
+from hotexperts.integrations.vllm.chunks import Repacked, repack_in_parts
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
-from hotexperts.integrations.vllm.ranks import largest_of_ranks
+from hotexperts.integrations.vllm.prefetching import give_guesses
 from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
 from hotexperts.integrations.vllm.trace import Recorder, recorder_for
-from hotexperts.integrations.vllm.weights import hide_parameters, per_expert_parameters
-from hotexperts.sizing import LayerShape, SizePlan, bank_rows, capacity_for_budget, fixed_capacity
+from hotexperts.integrations.vllm.weights import hide_parameters, kernel_of, per_expert_parameters
+from hotexperts.sizing import LayerShape, SizePlan, bank_rows, fixed_capacity
 
 Store: TypeAlias = "CPUBackingStore | PackedBackingStore"
 log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
@@ -57,9 +66,15 @@ class ModelCaches:
         self._banks: dict[ExpertLayout, StreamBanks] = {}
         self._turn: Turn | None = None
         self._last: DeviceWeightProvider | None = None
+        self._lanes: dict[ExpertLayout, PrefetchLane] = {}
         self._top_k = 0
         self._host: HostBudget | None = None
+        # Where the next layer is repacked, and how many experts at a time; None: whole.
+        self.in_parts: tuple[torch.device, int] | None = None
+        self.rank = 0  # of all workers
         self.has_started = False  # what the slots hold is what requests asked for
+        self.is_in_step = False  # or one was interrupted: what is known may be half of it
+        self.num_steps = 0  # since then
         self._token_count: TokenCount | None = None
 
     def created(self, layer: nn.Module) -> None:
@@ -69,36 +84,59 @@ class ModelCaches:
             HostMemoryError: all of them are more than the host holds.
         """
         if self.options.check_host_memory:
-            self._host = self._host or HostBudget(_num_ranks_here(self.config.parallel_config))
+            self._host = self._host or HostBudget(num_ranks_here(self.config.parallel_config))
             self._host.add(sum(p.nbytes for p in layer.parameters(recurse=False)))
 
-    def add(self, layer: nn.Module, method: Any) -> None:
-        """Move a loaded layer's experts into a store and give it slots instead.
+    def process(self, layer: Any, method: Any, process: Callable[[Any], None]) -> None:
+        """Have vLLM repack a loaded layer, move its experts into a store and give it slots instead.
+
+        Args:
+            layer: vLLM's `RoutedExperts`.
+            method: its quantisation method.
+            process: what repacks the layer, in place.
 
         Raises:
             UnsupportedModelError: its method or kernel is not one that we know.
-            ConfigError: the slots do not fit.
+            ConfigError: the slots do not fit, or a few experts do not while they are repacked.
             HostMemoryError: the experts do not.
         """
-        kernel = getattr(method, "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        dialect = DIALECTS.get(type(experts).__name__)
-        if dialect is None:
-            found = type(method).__name__ if experts is None else type(experts).__name__
-            raise UnsupportedModelError(
-                f"{layer.layer_name} runs on {found}, which does not work with {flag('size')}: "
-                f"known are {', '.join(sorted(DIALECTS))}"
+        if self.in_parts is None:
+            process(layer)
+            self._add(layer, method)
+            return
+        if self.options.self_test:
+            raise ConfigError(
+                f"{flag('options')}: self_test is true, but {layer.layer_name} is too large for "
+                "this GPU to run over all of its experts: leave self_test out"
             )
-        num_experts = layer.local_num_experts
-        parameters = per_expert_parameters(layer, experts, num_experts)
-        tensors = {name: parameter.data for name, parameter in parameters.items()}
-        device = next(iter(tensors.values())).device
+        device, at_once = self.in_parts
+        pin = device.type == "cuda"
+        repacked = repack_in_parts(layer, method, process, at_once, device, pin=pin)
+        if not self.layers:
+            log.info(
+                "expert cache: layers do not fit the GPU whole: repacked %d of %d experts at a "
+                "time, without a self-test",
+                at_once,
+                layer.local_num_experts,
+            )
+        self._add(layer, method, repacked)
+
+    def _add(self, layer: Any, method: Any, repacked: Repacked | None = None) -> None:
+        experts, dialect = kernel_of(layer, method)
+        if repacked is None:
+            parameters = per_expert_parameters(layer, experts, layer.local_num_experts)
+            tensors = {name: parameter.data for name, parameter in parameters.items()}
+        else:
+            parameters, tensors = repacked.parameters, repacked.store.tensors._asdict()
+        here = next(iter(parameters.values())).data
+        device = here.device
         self._top_k = layer.top_k
         if self._plan is None:
-            self._plan = self._make_plan(layer, tensors, device)
+            self._plan = self._make_plan(layer, tensors, here)
             self.recorder = recorder_for(self)
-        store = self._stores[layer.layer_name] = self._store_of(tensors, device)
-        is_tested = is_wanted(self.options.self_test, layer, parameters)
+        store = self._store_of(tensors, device, None if repacked is None else repacked.store)
+        self._stores[layer.layer_name] = store
+        is_tested = repacked is None and is_wanted(self.options.self_test, layer, parameters)
         prefill_tokens = self.options.prefill_tokens
         test = SelfTest(layer, method, prefill_tokens) if is_tested else None
         provider = self._provider(store, device)
@@ -120,7 +158,7 @@ class ModelCaches:
         """
         shapes = [_shape(store, self._top_k) for store in self._stores.values()]
         self._plan = fixed_capacity(capacity, shapes)
-        self._banks, self._turn, self._last = {}, None, None
+        self._banks, self._lanes, self._turn, self._last = {}, {}, None, None
         for name, layer in self.layers.items():
             device = layer.provider.slot_buffer.device
             layer.use(self._provider(self._stores[name], device))
@@ -160,7 +198,8 @@ class ModelCaches:
         providers = self.providers.values()
         return {
             "slots": sum(provider.slot_nbytes for provider in providers),
-            "banks": sum(bank.nbytes for bank in self._banks.values()),
+            "banks": sum(rows.nbytes for rows in self._banks.values())
+            + sum(lane.nbytes for lane in self._lanes.values()),
             "host": sum(provider.store.host_nbytes for provider in providers),
         }
 
@@ -171,24 +210,17 @@ class ModelCaches:
         memory = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory().items())
         report = describe_packing(list(self._stores.values()))
         memory += f" ({report})" if report else ""
+        first = next(iter(self._stores.values()))
+        waves = describe_waves(
+            self.config.scheduler_config.max_num_batched_tokens,
+            self._top_k,
+            capacity=self._capacity(first),
+            num_experts=first.num_experts,
+        )
         return (
             f"expert cache: {self._plan.reason}; {len(self.layers)} layers, policy "
-            f"{self.options.cache.policy}; {memory}; {self._describe_waves()}"
+            f"{self.options.cache.policy}; {memory}; {waves}"
         )
-
-    def _describe_waves(self) -> str:
-        """What the largest step, and a token, ask of a layer."""
-        store = next(iter(self._stores.values()))
-        num_tokens = self.config.scheduler_config.max_num_batched_tokens
-        capacity, num_experts = self._capacity(store), store.num_experts
-        absent = max(0, min(num_tokens * self._top_k, num_experts) - capacity)
-        num_waves = 1 + -(-absent // max(1, bank_rows(num_experts, capacity)))
-        found = f"at most {num_waves} waves in a step of {num_tokens} tokens"
-        if capacity < self._top_k:
-            found += (
-                f"; a token asks for {self._top_k} experts, more than the slots: it streams them"
-            )
-        return found
 
     def _provider(self, store: Store, device: torch.device) -> StreamingProvider:
         layout, num_experts = store.layout, store.num_experts
@@ -199,7 +231,9 @@ class ModelCaches:
             self._banks[layout] = StreamBanks(layout, num_rows, device)
             for buffer in self._banks[layout].buffers:
                 buffer.zero_()  # a pair of weight 0 must not meet NaN
-        make: Any = DeviceWeightProvider if device.type == "cuda" else CachedWeightProvider
+        make: Any = CachedWeightProvider
+        if device.type == "cuda":
+            make = partial(DeviceWeightProvider, lane=self._lane(store, device))
         provider: StreamingProvider = make(
             store,
             capacity,
@@ -213,6 +247,20 @@ class ModelCaches:
             self._join(provider, device)
         return provider
 
+    def _lane(self, store: Store, device: torch.device) -> PrefetchLane | None:
+        """That of the store's layout, where prefetches are asked for."""
+        if self.options.cache.prefetch == "off":
+            return None
+        if store.layout not in self._lanes:
+            lane = PrefetchLane(store.layout, num_programs_for([store]), device)
+            self._lanes[store.layout] = lane
+        return self._lanes[store.layout]
+
+    def give_guesses(self, model: nn.Module) -> None:
+        """Before graphs are captured: where prefetches are asked for, say what to fetch."""
+        if self._lanes and not self.is_draft:
+            give_guesses(model, self.layers)
+
     def _join(self, provider: DeviceWeightProvider, device: torch.device) -> None:
         """To the layer before, whose prefill fills the banks for it, and to the count of tokens."""
         if self._last is not None:
@@ -225,40 +273,48 @@ class ModelCaches:
         self._token_count = self._token_count or TokenCount(device)
         provider.token_count = self._token_count
 
-    def _store_of(self, tensors: dict[str, torch.Tensor], device: torch.device) -> Store:
+    def _store_of(
+        self, tensors: dict[str, torch.Tensor], device: torch.device, plain: CPUBackingStore | None
+    ) -> Store:
+        """Of a layer's tensors, which are in a plain store already where one is given."""
         assert self._plan is not None, "made when the first layer came"
         is_gpu = device.type == "cuda"
         mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
         is_full = self._plan.capacity >= len(next(iter(tensors.values())))
-        if packs(self.options.cache, mode, device, is_full=is_full):
-            return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
-        return CPUBackingStore.from_tensors(tensors, pin=is_gpu)
+        try:
+            if packs(self.options.cache, mode, device, is_full=is_full):
+                return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
+            return plain or CPUBackingStore.from_tensors(tensors, pin=is_gpu)
+        except PageLockError as error:
+            raise error.needed_by(flag("size"), "leave the cache off") from error
+        except ConfigError as error:
+            raise ConfigError(f"{flag('options')}: packing: {error}") from error
+
+    def _make_plan(
+        self, layer: Any, tensors: dict[str, torch.Tensor], here: torch.Tensor
+    ) -> SizePlan:
+        """Of a model's first layer.
+
+        Args:
+            layer: vLLM's `RoutedExperts`.
+            tensors: of all of its experts.
+            here: one of those, of the experts that are on the device now.
+        """
+        layout, num_experts = ExpertLayout.of(tensors)
+        shape = LayerShape(num_experts, layer.top_k, layout.row_nbytes)
+        return plan_slots(
+            self.options.cache.size,
+            [shape] * max(1, self.num_expected),
+            self.config,
+            layer,
+            here.device,
+            experts_nbytes=len(here) * layout.row_nbytes,
+            most=None if self._target is None else self._target.capacity or None,
+        )
 
     def _capacity(self, store: Store) -> int:
         assert self._plan is not None, "made when the first layer came"
         return min(self._plan.capacity, store.num_experts)
-
-    def _make_plan(
-        self, layer: Any, tensors: dict[str, torch.Tensor], device: torch.device
-    ) -> SizePlan:
-        layout, num_experts = ExpertLayout.of(tensors)
-        shape = LayerShape(num_experts, layer.top_k, layout.row_nbytes)
-        shapes = [shape] * max(1, self.num_expected)
-        size = self.options.cache.size
-        if isinstance(size, int) and not isinstance(size, Bytes):
-            return fixed_capacity(size, shapes)
-        if self._target is not None and self._target._plan is not None:  # the budget is spent
-            return fixed_capacity(min(self._target._plan.capacity, num_experts), shapes)
-        total = total_nbytes(size, self.config, device)
-        other = other_nbytes(self.config, device, layer, num_experts * layout.row_nbytes)
-        other = largest_of_ranks(other)  # so that all have equal slots
-        return capacity_for_budget(total, other, shapes)
-
-
-def _num_ranks_here(parallel: Any) -> int:
-    """Processes that hold experts in this host's memory."""
-    local = getattr(parallel, "local_world_size", parallel.world_size)
-    return int(local * max(1, getattr(parallel, "data_parallel_size_local", 1)))
 
 
 def _shape(store: Store, top_k: int) -> LayerShape:

@@ -55,6 +55,14 @@ HOOKED: dict[str, dict[str, list[str]]] = {
     "vllm.model_executor.layers.fused_moe.experts.triton_moe": {
         "try_get_optimal_moe_config": ["w1_shape", "w2_shape"],
     },
+    "vllm.model_executor.model_loader.utils": {
+        "device_loading_context": ["module", "target_device"],
+    },
+    "vllm.v1.engine.core": {
+        "DPEngineCoreProc.run_busy_loop": ["self"],
+        "EngineCoreProc.run_busy_loop": ["self"],
+    },
+    "vllm.v1.engine.utils": {"CoreEngineProcManager.shutdown": ["self", "timeout"]},
     "vllm.v1.metrics.prometheus": {"get_prometheus_registry": []},
     "vllm.v1.worker.worker_base": {
         "WorkerWrapperBase.init_worker": ["self"],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from hotexperts.cache import ExpertWeightResult
+from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.compat import takes_ids, tuned_for
@@ -28,6 +30,7 @@ class CachedFusedExperts:
 
     Attributes:
         recorded: where each call leaves its ids, int32 `[rows, K]`; None: nowhere.
+        guess: from the experts' input to scores of the next layer's; None: nobody guesses.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class CachedFusedExperts:
         self._dialect = dialect
         self._prefill_tokens = prefill_tokens
         self.recorded: torch.Tensor | None = None
+        self.guess: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._rows = KeptRows(experts) if dialect == "map" else None
         experts.apply = self.apply
 
@@ -67,12 +71,26 @@ class CachedFusedExperts:
         waves = self.provider.waves(ids, prefill=ids.shape[0] > self._prefill_tokens)
         with closing(waves):
             first = next(waves)
+            if self.guess is not None and ids.shape[0] <= self._prefill_tokens:
+                self._prefetch(self.guess, call["hidden_states"], ids.numel())
             if first.part is None:
                 self._run(call, first)
             elif self._rows is not None:
                 self._sum_of_rows(call, itertools.chain([first], waves), self._rows)
             else:
                 self._sum_of_waves(call, itertools.chain([first], waves))
+
+    def _prefetch(
+        self,
+        guess: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        num_pairs: int,
+    ) -> None:
+        from hotexperts.integrations.vllm.prefetching import may_prefetch
+
+        assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
+        if may_prefetch(hidden):
+            self.provider.guess_next(partial(guess, hidden), hidden, num_pairs)
 
     def _sum_of_rows(
         self, call: dict[str, Any], waves: Iterator[ExpertWeightResult], rows: KeptRows

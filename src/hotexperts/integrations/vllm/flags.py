@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hotexperts.integrations.vllm import options, prometheus
+from hotexperts.integrations.vllm import ending, options, prometheus
 from hotexperts.integrations.vllm.options import KEY, NAMES, flag, keyword
 
 _HELP = {
@@ -87,6 +87,8 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
 
             check_engine(config, wanted)
             prometheus.watch(config.instance_id)
+            if wanted.state or wanted.trace:
+                ending.wait_for_engines()
         return config
 
     return create_engine_config

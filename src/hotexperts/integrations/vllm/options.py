@@ -29,6 +29,7 @@ MORE_OPTIONS = (
     "check_ranks",
     "trace",
     "packing",
+    "prefetch",
 )
 DEFAULT_PREFILL_TOKENS = 64
 
@@ -38,7 +39,7 @@ class ExpertCacheOptions:
     """What was asked for, checked.
 
     Attributes:
-        cache: size, policy and packing; the mode follows from the device.
+        cache: size, policy, packing and prefetch; the mode follows from the device.
         prefill_tokens: calls of more tokens are prefills: they evict nobody.
         self_test: whether each layer is run over all experts and over its cache as it loads; None:
             where its weights are quantised.
@@ -107,7 +108,8 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
     try:
         POLICIES.load(policy)
         packing = more.get("packing", DEFAULT_PACKING)
-        cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing)
+        prefetch = more.get("prefetch", "off")
+        cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing, prefetch=prefetch)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
     return ExpertCacheOptions(
@@ -177,6 +179,7 @@ def _parse_more(given: Any) -> dict[str, Any]:
 
 def _blame(message: str) -> str:
     """The flag to turn, by what the message is about."""
-    if "packing" in message:
-        return f"{flag('options')}: packing"
+    for name in ("packing", "prefetch"):
+        if name in message:
+            return f"{flag('options')}: {name}"
     return flag("policy") if "policy" in message else flag("size")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ class _Patch:
         getattr(place, self.function)(module)
 
 
+_DONE = "_hotexperts_patches"  # a module's attribute: what was done to it
 ARG_UTILS = "vllm.engine.arg_utils"
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 _PATCHES = {
@@ -31,6 +31,9 @@ _PATCHES = {
     f"{_LAYERS}.routed_experts": _Patch("hooks", "patch_layers"),
     f"{_LAYERS}.modular_kernel": _Patch("hooks", "patch_kernels"),
     f"{_LAYERS}.experts.triton_moe": _Patch("compat", "patch_tuning"),
+    "vllm.model_executor.model_loader.utils": _Patch("loading", "patch_loading"),
+    "vllm.v1.engine.core": _Patch("ending", "patch_loops"),
+    "vllm.v1.engine.utils": _Patch("ending", "patch_processes"),
     "vllm.v1.metrics.prometheus": _Patch("prometheus", "patch"),
     "vllm.v1.worker.worker_base": _Patch("hooks", "patch_workers"),
 }
@@ -64,14 +67,35 @@ def _is_half_imported(module: ModuleType) -> bool:
 
 
 def _patch_once(module: ModuleType, patch: Callable[[ModuleType], None]) -> None:
-    done = module.__dict__.setdefault("_hotexperts_patches", set())
+    done = module.__dict__.setdefault(_DONE, set())
     if patch not in done:
         done.add(patch)
         patch(module)
 
 
+def check_patched() -> None:
+    """Refuse to go on with a vLLM of which a part is not patched.
+
+    Raises:
+        UnsupportedModelError: modules were imported in an order that nobody foresaw; they are
+            named.
+    """
+    missed = [
+        name
+        for name, patch in _PATCHES.items()
+        if name in sys.modules and patch not in vars(sys.modules[name]).get(_DONE, ())
+    ]
+    if missed:
+        from hotexperts.errors import UnsupportedModelError
+
+        raise UnsupportedModelError(
+            f"the plug-in came too late for {', '.join(missed)}: load hotexperts.integrations."
+            "vllm.plugin and call its register() before vLLM, and please report how vLLM was run"
+        )
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find the module, and patches it after they have run it."""
+    """Has the others find the module, and patches it after they have run it."""
 
     def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -83,16 +107,22 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Stays until the module has run: who looks for it may not import it, or fail to."""
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            run, patch = spec.loader.exec_module, self._patch
+            run = spec.loader.exec_module
 
             def run_and_patch(module: ModuleType) -> None:
                 run(module)
-                _patch_once(module, patch)
+                if module.__name__ != self._name:
+                    return  # some loaders are those of many modules
+                _patch_once(module, self._patch)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
         return spec

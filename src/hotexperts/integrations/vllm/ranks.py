@@ -29,6 +29,22 @@ def largest_of_ranks(value: int) -> int:
     return int(found)
 
 
+def same_on_all_ranks(providers: Iterable[StreamingProvider]) -> bool:
+    """Whether all tensor-parallel ranks' caches hold and know the same.
+
+    To be asked on all of them at the same time.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return True
+    mine = torch.stack([fingerprint(provider).cpu() for provider in providers])
+    extremes = torch.stack([mine, ~mine])  # ~x falls as x grows
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group.cpu_group)
+    return torch.equal(extremes[0], ~extremes[1])
+
+
 class RankCheck:
     """Compares what all ranks know after each step, on the device; the host waits for nothing.
 

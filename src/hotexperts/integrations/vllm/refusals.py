@@ -10,6 +10,7 @@ from hotexperts.errors import ConfigError, UnsupportedModelError, UnsupportedOpe
 from hotexperts.integrations.vllm.budget import draft_nbytes
 from hotexperts.integrations.vllm.compat import check_version
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
+from hotexperts.integrations.vllm.prefetching import check_prefetch
 from hotexperts.simulate.trace import TraceError
 from hotexperts.simulate.writer import check_out
 
@@ -48,6 +49,12 @@ def check_engine(config: Any, wanted: ExpertCacheOptions) -> None:
     _check_state(config, wanted.state)
     _check_ranks(config, wanted)
     _check_trace(config, wanted.trace)
+    check_prefetch(config, wanted)
+    if wanted.cache.packing == "packed12" and _device_type(config) == "cpu":
+        raise ConfigError(
+            f"{flag('options')}: packing is 'packed12', which kernels of a GPU unpack, and this "
+            "engine is one for CPUs: use 'auto', or leave it out"
+        )
     for name, remedy in _conflicts(config):
         raise UnsupportedOperationError(f"{name} does not work with {flag('size')}: {remedy}")
 
@@ -129,9 +136,12 @@ def _conflicts(config: Any) -> Iterator[tuple[str, str]]:
 
 def _is_compiled_for_a_cpu(config: Any) -> bool:
     """There MoE layers are no operators of their own, so that the compiler looks inside."""
-    device = getattr(config, "device_config", None)
     mode = getattr(getattr(config, "compilation_config", None), "mode", None)
-    return getattr(device, "device_type", None) == "cpu" and bool(mode)
+    return _device_type(config) == "cpu" and bool(mode)
+
+
+def _device_type(config: Any) -> str | None:
+    return getattr(getattr(config, "device_config", None), "device_type", None)
 
 
 def _offload_conflicts(offload: Any) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ import torch
 
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.options import flag
+from hotexperts.integrations.vllm.weights import is_quantised
 
 SEED = 0
 # Of the norm of a token's output. Kernels that split a sum by the order of their blocks round to
@@ -109,5 +110,4 @@ def is_wanted(choice: bool | None, layer: Any, parameters: dict[str, Any]) -> bo
     parallel = getattr(layer.moe_config, "moe_parallel_config", None)
     if getattr(parallel, "use_all2all_kernels", False):
         return False
-    is_quantised = any(p.dtype.itemsize == 1 or p.dtype == torch.int32 for p in parameters.values())
-    return is_quantised if choice is None else choice
+    return any(map(is_quantised, parameters.values())) if choice is None else choice

@@ -1,4 +1,4 @@
-"""Where a worker's cache starts warm from, and is saved to at the end."""
+"""Where a worker's cache starts warm from, and is saved to, now and then and at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hotexperts.cache import warm_start
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.integrations.vllm.caches import ModelCaches
+from hotexperts.integrations.vllm.ending import is_due
+from hotexperts.integrations.vllm.ranks import same_on_all_ranks
 
 log = logging.getLogger("vllm.hotexperts")
 
@@ -18,30 +20,54 @@ def start_warm(caches: ModelCaches, rank: int) -> None:
     """Where a state is wanted and was saved; from now on it may be saved anew.
 
     A file that does not fit any more starts an empty cache with a warning: a server must not stay
-    down for it.
+    down for it. So do files of ranks that were saved after different steps.
     """
-    caches.has_started = True
-    path = state_path(caches.options.state, caches.config.parallel_config, rank)
+    caches.has_started, caches.rank = True, rank
+    parallel = caches.config.parallel_config
+    path = state_path(caches.options.state, parallel, rank)
     if path is None:
         return
-    if not path.exists():
-        log.info("expert cache: no %s yet, starting empty", path)
-        return
-    try:
-        warm_start.load(path, caches.providers, _about(caches))
-    except (CheckpointError, ConfigError) as error:
-        log.warning("expert cache: starting empty, and %s is replaced at the end: %s", path, error)
-    else:
+    is_warm = _load(path, caches)
+    if not parallel.enable_expert_parallel and not same_on_all_ranks(caches.providers.values()):
+        for provider in caches.providers.values():
+            provider.reset()
+        log.warning("expert cache: starting empty, for %s is not of the other ranks' step", path)
+    elif is_warm:
         log.info("expert cache: warm from %s", path)
 
 
-def save_state(caches: ModelCaches, rank: int) -> str | None:
+def _load(path: Path, caches: ModelCaches) -> bool:
+    if not path.exists():
+        log.info("expert cache: no %s yet, starting empty", path)
+        return False
+    try:
+        warm_start.load(path, caches.providers, _about(caches))
+    except (CheckpointError, ConfigError) as error:
+        log.warning("expert cache: starting empty, and %s is replaced later: %s", path, error)
+        return False
+    return True
+
+
+def save_now_and_then(caches: ModelCaches) -> None:
+    """After each step: save what would be lost with a process that is killed, if it is time."""
+    if not caches.has_started:
+        return
+    caches.num_steps += 1
+    if is_due(caches.num_steps):
+        try:
+            save_state(caches)
+        except ConfigError as error:  # answers matter more
+            log.warning("expert cache: %s; trying again later", error)
+
+
+def save_state(caches: ModelCaches) -> str | None:
     """Save what a restart may keep, where that is wanted; the file's name.
 
-    A start that failed saves nothing: its slots hold what profiling asked for.
+    A start that failed saves nothing: its slots hold what profiling asked for. Nor does a step that
+    was broken off: an earlier file stays.
     """
-    path = state_path(caches.options.state, caches.config.parallel_config, rank)
-    if path is None or not caches.has_started:
+    path = state_path(caches.options.state, caches.config.parallel_config, caches.rank)
+    if path is None or not caches.has_started or caches.is_in_step:
         return None
     warm_start.save(path, caches.providers, _about(caches))
     return str(path)

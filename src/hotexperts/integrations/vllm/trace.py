@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from hotexperts.integrations.vllm.options import flag
 from hotexperts.simulate.trace import TraceError
 from hotexperts.simulate.writer import TraceWriter
 
+SAVE_SECONDS = 30.0  # from one writing of the file to the next
+SAVE_SHARE = 0.05  # of the time, at most, that goes into writing
 log = logging.getLogger("vllm.hotexperts")
 
 
@@ -24,10 +28,12 @@ class Recorder:
     """Keeps what each layer's router says in one step, and writes what a step computed for tokens.
 
     Layers copy their ids into a buffer that never moves, inside CUDA graphs too. After a step its
-    rows start on their way to the host, and are written in a later one when they have arrived.
+    rows start on their way to the host, and are appended in a later one when they have arrived.
+    After the first step, and then every half minute, a thread writes the file anew: nobody tells a
+    process that is killed.
 
     Args:
-        path: of the file, which appears at the end.
+        path: of the file.
         num_layers: with experts, of this process.
         max_tokens: rows of the largest step.
         config: vLLM's `VllmConfig`.
@@ -46,6 +52,8 @@ class Recorder:
         self._writer: TraceWriter | None = None
         self._is_ended = False
         self._tokens = Tokens()
+        self._saving: threading.Thread | None = None
+        self._due = 0.0
         self._on_their_way: deque[tuple[torch.cuda.Event | None, torch.Tensor, Any]] = deque()
 
     def rows_of(self, layer: Any, expert_nbytes: int, device: torch.device) -> Any:
@@ -99,15 +107,18 @@ class Recorder:
         while self._on_their_way and (
             self._on_their_way[0][0] is None or self._on_their_way[0][0].query()
         ):
-            self._write()
+            self._append()
+        self._save_when_due()
 
     def end(self) -> str | None:
         """Write what is left and close the file; its name, or None where nothing was recorded."""
         while self._on_their_way:
             if (event := self._on_their_way[0][0]) is not None:
                 event.synchronize()
-            self._write()
+            self._append()
         self._is_ended = True
+        if self._saving is not None:
+            self._saving.join()
         if self._writer is None:
             return None
         try:
@@ -117,7 +128,7 @@ class Recorder:
             return None
         return str(self._path)
 
-    def _write(self) -> None:
+    def _append(self) -> None:
         _, rows, (phase, seq) = self._on_their_way.popleft()
         if self._is_ended:
             return
@@ -128,6 +139,23 @@ class Recorder:
         except TraceError as error:  # answers matter more
             log.warning("expert cache: the trace ends here: %s", error)
             self._is_ended = True
+
+    def _save_when_due(self) -> None:
+        if self._writer is None or (self._saving is not None and self._saving.is_alive()):
+            return
+        if time.monotonic() >= self._due:
+            # A daemon, as `end` waits for it, and an end without `end` has no time to wait.
+            self._saving = threading.Thread(target=self._save, args=(self._writer,), daemon=True)
+            self._saving.start()
+
+    def _save(self, writer: TraceWriter) -> None:
+        start = time.monotonic()
+        try:
+            writer.save()
+        except TraceError as error:
+            log.warning("expert cache: the trace so far is not saved, later again: %s", error)
+        seconds = time.monotonic() - start
+        self._due = start + max(SAVE_SECONDS, seconds / SAVE_SHARE)
 
 
 class Tokens:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations.vllm.compat import DIALECTS
+from hotexperts.integrations.vllm.options import flag
 
 _PREFIXES = ("w13", "w2")
 
@@ -31,16 +33,16 @@ def per_expert_parameters(layer: nn.Module, experts: Any, num_experts: int) -> d
         *layer.named_parameters(recurse=False),
         *layer.named_buffers(recurse=False),
     ):
-        if not _is_per_expert(tensor, num_experts):
+        if not is_per_expert(tensor, num_experts):
             continue
         if not name.startswith(_PREFIXES) or not isinstance(tensor, nn.Parameter):
             raise UnsupportedModelError(_unknown(layer, name, tensor))
         if not any(tensor is other for other in found.values()):
             found[name] = tensor
     if not found:
-        raise UnsupportedModelError(f"{_label(layer)} has no expert weights: leave the cache off")
-    for place, holder, name, value in _tensors_of(experts):
-        if not _is_per_expert(value, num_experts):
+        raise UnsupportedModelError(f"{label(layer)} has no expert weights: leave the cache off")
+    for place, holder, name, value in tensors_of(experts):
+        if not is_per_expert(value, num_experts):
             continue
         same = [p for p in found.values() if _is_same(p, value)]
         if not same:
@@ -62,7 +64,25 @@ def hide_parameters(layer: nn.Module, device: torch.device) -> None:
             object.__setattr__(layer, name, value.to(device))
 
 
-def _tensors_of(experts: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
+def kernel_of(layer: Any, method: Any) -> tuple[Any, str]:
+    """The experts object that multiplies, and how it is told of pairs (`compat.DIALECTS`).
+
+    Raises:
+        UnsupportedModelError: it is not one that we know.
+    """
+    kernel = getattr(method, "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    dialect = DIALECTS.get(type(experts).__name__)
+    if dialect is None:
+        found = type(method).__name__ if experts is None else type(experts).__name__
+        raise UnsupportedModelError(
+            f"{layer.layer_name} runs on {found}, which does not work with {flag('size')}: "
+            f"known are {', '.join(sorted(DIALECTS))}"
+        )
+    return experts, dialect
+
+
+def tensors_of(experts: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
     """Tensors of the experts object and of its quantisation config: place, holder, name, value."""
     config = getattr(experts, "quant_config", None)
     holders = {type(experts).__name__: experts}
@@ -82,16 +102,23 @@ def _is_same(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     return where == (value.data_ptr(), value.shape, value.dtype)
 
 
-def _is_per_expert(tensor: torch.Tensor, num_experts: int) -> bool:
+def is_per_expert(tensor: torch.Tensor, num_experts: int) -> bool:
+    """Whether a tensor has one row an expert."""
     return tensor.dim() > 0 and tensor.shape[0] == num_experts and tensor.numel() > 0
 
 
 def _unknown(layer: nn.Module, name: str, tensor: torch.Tensor) -> str:
     return (
-        f"{_label(layer)} has a tensor {name} of shape {list(tensor.shape)}, one row an expert, of "
+        f"{label(layer)} has a tensor {name} of shape {list(tensor.shape)}, one row an expert, of "
         "which hotexperts does not know what it is: leave the cache off"
     )
 
 
-def _label(layer: nn.Module) -> str:
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds numbers of eight bits or fewer."""
+    return tensor.dtype.itemsize == 1 or tensor.dtype == torch.int32
+
+
+def label(layer: nn.Module) -> str:
+    """A layer for messages."""
     return f"{type(layer).__name__} ({getattr(layer, 'layer_name', '?')})"

@@ -10,8 +10,23 @@ import torch
 
 from hotexperts.kernels.gather.layout import GatherLayout
 
-STOP = 0  # place of the word by which a layer's plan ends the copies for it
-KEYS = 1  # from here on: the key of the expert in each row, -1 for none
+NOBODY = -1
+
+
+class Turn(enum.IntEnum):
+    """What a program's first word says, beside the layer: `4 * layer + Turn`."""
+
+    ASKED = 1  # the layer's plan has begun: what is copied for it from now on comes too late
+    RUNNING = 2  # rows are on their way for the layer
+    DONE = 3  # no more will be copied for it
+
+
+class Word(enum.IntEnum):
+    """Places in a program's words."""
+
+    TURN = 0
+    BLOCKS = 1  # copied, of all rows together
+    EXPERTS = 2  # from here on: who is in each row, -1 for nobody
 
 
 class AheadCounter(enum.IntEnum):
@@ -28,15 +43,16 @@ class AheadRows:
     """Shared by the layers of a model, one after another.
 
     A program of a prefetch copies every num_programs-th block of the guessed rows, and notes how
-    many before it stopped; the same program of the plan takes those and copies the others.
+    many before it stopped; the same program of the plan takes those and copies the others. The two
+    agree by a word of their own whose turn it is, so that no plan waits for a prefetch that has
+    not begun, and none that begins too late writes what a plan reads.
 
     Attributes:
         offsets: of each tensor's row 0 in the buffer, in words.
         num_rows: R.
-        num_programs: of prefetches and plans.
+        num_programs: P, of prefetches and plans.
         buffer: int32, the rows, as slots have them.
-        words: int32 `[1 + R + num_programs]`: whether to stop, each row's key, and the blocks that
-            each program copied.
+        words: int32 `[P, 2 + R]`, by `Word`.
     """
 
     offsets: tuple[int, ...]
@@ -48,6 +64,6 @@ class AheadRows:
     @classmethod
     def of(cls, layout: GatherLayout, num_rows: int, num_programs: int, device: Any) -> AheadRows:
         """Empty ones; the layout is that of a buffer of so many rows."""
-        words = torch.zeros(KEYS + num_rows + num_programs, dtype=torch.int32, device=device)
-        words[KEYS : KEYS + num_rows] = -1
+        shape = num_programs, Word.EXPERTS + num_rows
+        words = torch.full(shape, NOBODY, dtype=torch.int32, device=device)
         return cls(layout.slot_offsets, num_rows, num_programs, layout.buffer(device), words)

@@ -12,6 +12,7 @@ from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.plan import rules
 from hotexperts.kernels.plan.layout import BYPASSING_POLICIES, NUM_COUNTERS, Counter, PlanLayout
+from hotexperts.kernels.prefetch.switch import fresh_switch
 
 MAX_IDS = 512  # what every program may count by itself
 COUNT_PROGRAMS = 64  # of a launch that counts more
@@ -30,11 +31,12 @@ class PlanGather:
         num_warps: warps of each.
         block_words: int32 words a program has on the way at once.
         ahead: rows that a prefetch copied before this layer asked, made for as many programs.
-        first_key: of this layer's expert 0 among those rows' keys.
+        layer: its number, among those that share the rows.
 
     Attributes:
         state: int32 `[layout.num_words]`.
         counters: int64, by `Counter`.
+        switch: float32, by `Switch`: whether rows come ahead.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class PlanGather:
         num_warps: int = 8,
         block_words: int = 4096,
         ahead: AheadRows | None = None,
-        first_key: int = 0,
+        layer: int = 0,
     ) -> None:
         if layout.policy == "adv" and num_programs < rules.NUM_PLAYED:
             raise ConfigError(
@@ -59,7 +61,8 @@ class PlanGather:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=buffer.device)
         self._rows, self._buffer = rows, buffer
         self.ahead_counters = self.counters[Counter.AHEAD :]
-        self._first_key = first_key
+        self.layer = layer
+        self.switch = fresh_switch(buffer.device)
         self._ahead = (self.state, buffer) if ahead is None else (ahead.words, ahead.buffer)
         self._counted = torch.zeros(layout.num_experts, dtype=torch.int32, device=buffer.device)
         self._bases = gather.bases(buffer.device)
@@ -77,8 +80,8 @@ class PlanGather:
             **gather.constants(block_words),
             "STAGING_OFFSETS": gather.slot_offsets if ahead is None else ahead.offsets,
             "AHEAD_ROWS": 0 if ahead is None else ahead.num_rows,
-            "BLOCK_E": _power_of_two(layout.num_experts),
-            "BLOCK_C": _power_of_two(layout.capacity),
+            "BLOCK_E": power_of_two(layout.num_experts),
+            "BLOCK_C": power_of_two(layout.capacity),
             "num_warps": num_warps,
             "enable_fp_fusion": False,  # each operation rounds by itself, as the policy does
         }
@@ -124,6 +127,7 @@ class PlanGather:
                 self._buffer,
                 self._bases,
                 *self._ahead,
+                self.switch,
                 self.ahead_counters,
                 self._powers,
                 num_ids,
@@ -131,10 +135,10 @@ class PlanGather:
                 max_bypassed,
                 int(evict),
                 num_waves,
-                self._first_key,
+                self.layer,
                 HAS_NUM_VALID=has_num_valid,
                 HAS_COUNTS=num_ids > MAX_IDS,
-                BLOCK_N=min(32, max(2, _power_of_two(num_ids))),
+                BLOCK_N=min(32, max(2, power_of_two(num_ids))),
                 **self._constants,
             )
 
@@ -158,5 +162,6 @@ class PlanGather:
             )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The next one, for a block."""
     return 1 << max(0, number - 1).bit_length()

@@ -43,7 +43,8 @@ class Scalar(enum.IntEnum):
     CLOCK = 0  # events so far
     ARRIVED = 1  # programs of the running launch that have read the state; 0 between launches
     USES = 2  # lfu: uses since the counters were halved
-    WORTH = 3  # adv: from here on, the discounted hits of its seven shadows
+    WORTH = 3  # adv: from here on, the discounted hits of its seven shadows and of LRU's
+    REGRET = 11  # adv: those of LRU less its own, discounted more slowly
 
 
 class Counter(enum.IntEnum):

@@ -193,19 +193,26 @@ def _record_adv(
     ]
     parity = now % 2
     held = [layout.view(state, f"held_{parity}_{j}") > 0 for j in range(rules.NUM_PLAYED)]
-    worth = state[Scalar.WORTH : Scalar.WORTH + rules.NUM_SHADOWS].view(torch.float32)
+    worth = state[Scalar.WORTH : Scalar.WORTH + rules.NUM_PLAYED].view(torch.float32)
     hits = torch.stack([(h & demanded).sum() for h in held])
     counters[Counter.SHADOW_HITS : Counter.LRU_HITS + 1] += hits
-    _decay(worth, rules.ADV_DISCOUNT, 1.0, hits[: rules.NUM_SHADOWS].float())
+    _decay(worth, rules.ADV_DISCOUNT, 1.0, hits.float())
+    own_hits = (demanded & (layout.view(state, "slot_of") >= 0)).sum()
+    regret = state[Scalar.REGRET : Scalar.REGRET + 1].view(torch.float32)
+    regret.mul_(rules.ADV_LONG_DISCOUNT).add_((hits[-1] - own_hits).float())
+    regret[regret.abs() < rules.SMALLEST] = 0
     last_use = layout.view(state, "last_use")
     last_use[demanded] = now
     limits = [layout.num_experts] * rules.NUM_SHADOWS + [0]  # LRU lets nobody pass by
-    for j, (shadow, score) in enumerate(zip(held, [*scores, last_use], strict=True)):
+    scores.append(last_use)
+    for j, (shadow, score) in enumerate(zip(held, scores, strict=True)):
         moved = _move_shadow(layout, shadow, score, demanded, limits[j], evict=evict)
         layout.view(state, f"held_{1 - parity}_{j}").copy_(moved)
+    if regret > rules.ADV_MOST_REGRET * demanded.sum().float():
+        return last_use.clone()
     best = int((worth == worth.max()).nonzero()[0])
     home = worth[rules.ADV_HOME]
-    return scores[best if worth[best] > home * rules.ADV_MARGIN else rules.ADV_HOME]
+    return scores[best if worth[best] > home * rules.ADV_MARGIN else rules.ADV_HOME].clone()
 
 
 def _move_shadow(

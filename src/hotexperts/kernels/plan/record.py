@@ -102,25 +102,40 @@ def record_averages(
 
 
 @triton.jit
-def adv_worth(state, held_at, demanded, o_e, m_e, NUM_EXPERTS: tl.constexpr, RULES: tl.constexpr):
-    """Each shadow's discounted hits after this event, `[8]`, the index that it makes, and hits."""
+def adv_worth(
+    state,
+    held_at,
+    demanded,
+    num_demanded,
+    num_missed,
+    o_e,
+    m_e,
+    NUM_EXPERTS: tl.constexpr,
+    RULES: tl.constexpr,
+):
+    """Each shadow's discounted hits after this event, `[8]`, the regret, the index, and hits."""
     o_j = tl.arange(0, NUM_PLAYED)
-    m_j = o_j < NUM_SHADOWS
     held = tl.load(
         held_at + o_j[:, None] * NUM_EXPERTS + o_e[None, :],
         mask=(m_e & demanded)[None, :],
         other=0,
     )
     hits = tl.sum(held, axis=1)
-    worth = tl.load(state + 3 + o_j, mask=m_j, other=0).to(tl.float32, bitcast=True)
+    worth = tl.load(state + 3 + o_j).to(tl.float32, bitcast=True)
     worth = worth * RULES[0]
     worth = worth + hits.to(tl.float32)
-    worth = tl.where((worth < RULES[2]) | (o_j >= NUM_SHADOWS), 0.0, worth)
+    worth = tl.where(worth < RULES[2], 0.0, worth)
     best = tl.max(worth)
-    index = tl.min(tl.where((worth == best) & m_j, o_j, 8))
+    index = tl.min(tl.where(worth == best, o_j, NUM_PLAYED))
     home = tl.sum(tl.where(o_j == RULES[3], worth, 0.0))
     index = tl.where(best > home * RULES[1], index, RULES[3])
-    return worth, index, hits
+    lru_hits = tl.sum(tl.where(o_j == NUM_SHADOWS, hits, 0))
+    regret = tl.load(state + 11).to(tl.float32, bitcast=True)
+    regret = regret * RULES[74]
+    regret = regret + (lru_hits - (num_demanded - num_missed)).to(tl.float32)
+    regret = tl.where(tl.abs(regret) < RULES[2], 0.0, regret)
+    index = tl.where(regret > RULES[75] * num_demanded.to(tl.float32), NUM_SHADOWS, index)
+    return worth, regret, index, hits
 
 
 @triton.jit

@@ -22,8 +22,9 @@ def _mix(share: float) -> tuple[float, float]:
 
 AUTO_FAST, AUTO_SLOW, AUTO_MIX = _mix(0.8), _mix(0.97), _mix(0.4)
 NUM_SHADOWS = len(adv.SHADOWS)
-NUM_PLAYED = NUM_SHADOWS + 1  # and LRU's, which no decision depends on
+NUM_PLAYED = NUM_SHADOWS + 1  # and LRU's
 ADV_DISCOUNT, ADV_MARGIN, ADV_HOME = float(adv.DISCOUNT), float(adv.MARGIN), adv.HOME
+ADV_LONG_DISCOUNT, ADV_MOST_REGRET = float(adv.LONG_DISCOUNT), float(adv.MOST_REGRET)
 # Averages in one list: the fast ones, then the slow ones.
 ADV_AVERAGES = tuple(_mix(d) for d in (*adv.FAST_DECAYS, *adv.SLOW_DECAYS))
 ADV_FAST_ROW = tuple(adv.FAST_ROW)
@@ -58,5 +59,7 @@ KERNEL_RULES: dict[str, tuple[float, ...]] = {  # what the kernel takes, by posi
         *(ADV_AVERAGES[row][1] for row in ADV_FAST_ROW),  # from 53
         *(ADV_AVERAGES[row][0] for row in ADV_SLOW_ROW),  # from 60
         *(ADV_AVERAGES[row][1] for row in ADV_SLOW_ROW),  # from 67
+        ADV_LONG_DISCOUNT,  # 74
+        ADV_MOST_REGRET,
     ),
 }

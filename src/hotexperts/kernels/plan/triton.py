@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hotexperts.kernels.gather.handover import ask, wait_for_end
 from hotexperts.kernels.gather.triton import blocks_of_row, copy_row
 from hotexperts.kernels.plan.choose import choose, move_shadow
 from hotexperts.kernels.plan.count import count_ids, num_counted
@@ -28,17 +29,17 @@ from hotexperts.kernels.plan.record import (
     record_averages,
     record_counts,
 )
+from hotexperts.kernels.prefetch.judge import record_switch
 
 CLOCK: tl.constexpr = tl.constexpr(0)
 ARRIVED: tl.constexpr = tl.constexpr(1)
 USES: tl.constexpr = tl.constexpr(2)
 WORTH: tl.constexpr = tl.constexpr(3)
+REGRET: tl.constexpr = tl.constexpr(11)
 FIRST_FIELD: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit(
-    do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "first_key"]
-)
+@triton.jit(do_not_specialize=["num_ids", "top_k", "max_bypassed", "evict", "num_waves", "layer"])
 def plan_gather_kernel(
     topk_ids,  # [N], int32 or int64
     num_valid_tokens,  # int32 [1]: later tokens are padding; read if HAS_NUM_VALID
@@ -49,8 +50,9 @@ def plan_gather_kernel(
     rows,  # int32 [E, ROW_WORDS], page-locked host memory
     buffer,  # int32, the slots
     bases,  # int32 [NUM_TENSORS]: of packed tensors
-    ahead,  # int32: see AheadRows; read if AHEAD_ROWS > 0
+    ahead,  # int32 [P, 2 + AHEAD_ROWS]: see AheadRows; read if AHEAD_ROWS > 0, as the next two are
     staging,  # int32, its rows
+    switch,  # float32: see Switch
     ahead_counters,  # int64, by AheadCounter
     powers,  # float32, LCP's table; read by that policy only
     num_ids,
@@ -58,7 +60,7 @@ def plan_gather_kernel(
     max_bypassed,  # misses that may pass by of the policy's own will
     evict,  # 0 admits into free slots only
     num_waves,  # what the call is going to take, for the counters
-    first_key,  # of expert 0 among the keys of the rows ahead
+    layer,  # its number, for the rows ahead
     NUM_EXPERTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     POLICY: tl.constexpr,
@@ -91,6 +93,9 @@ def plan_gather_kernel(
     m_e = o_e < NUM_EXPERTS
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < CAPACITY
+    turn = ahead + i_program * (2 + AHEAD_ROWS)
+    if AHEAD_ROWS > 0:
+        found_turn = ask(turn, layer)
 
     # What is demanded.
     limit = num_counted(num_valid_tokens, num_ids, top_k, HAS_NUM_VALID)
@@ -111,8 +116,8 @@ def plan_gather_kernel(
     if POLICY == "adv":
         held_at = policy_at + (NUM_AVERAGES + (now & 1) * NUM_PLAYED) * NUM_EXPERTS
         last_use_at = policy_at + (NUM_AVERAGES + 2 * NUM_PLAYED) * NUM_EXPERTS
-        worth, index, shadow_hits = adv_worth(
-            state, held_at, demanded, o_e, m_e, NUM_EXPERTS, RULES
+        worth, regret, index, shadow_hits = adv_worth(
+            state, held_at, demanded, num_demanded, num_missed, o_e, m_e, NUM_EXPERTS, RULES
         )
         keys = tl.zeros([BLOCK_E], tl.int64)  # asked for only where something is missed
         # Each of the first programs also plays one shadow; it reads now and moves it later.
@@ -156,6 +161,7 @@ def plan_gather_kernel(
     if num_missed > 0:
         if POLICY == "adv":
             keys = as_key(adv_score(policy_at, counts, index, o_e, m_e, NUM_EXPERTS, RULES))
+            keys = tl.where(index == NUM_SHADOWS, last_use.to(tl.int64), keys)
         expert_of = tl.load(expert_of_at + o_c, mask=m_c, other=0)
         is_free = (expert_of < 0) & m_c
         num_free = tl.sum(is_free.to(tl.int32))
@@ -185,8 +191,9 @@ def plan_gather_kernel(
 
     if AHEAD_ROWS > 0:
         o_r = tl.arange(0, AHEAD_ROWS)
-        keys_ahead = tl.load(ahead + 1 + o_r)
-        num_ahead = tl.load(ahead + 1 + AHEAD_ROWS + i_program)
+        has_rows = wait_for_end(turn, found_turn, layer)
+        ahead_experts = tl.where(has_rows, tl.load(turn + 2 + o_r), -1)
+        num_ahead = tl.load(turn + 1)
 
     # Nobody may write the state before all have read it.
     tl.debug_barrier()
@@ -207,9 +214,9 @@ def plan_gather_kernel(
         tl.store(state + CLOCK, now + 1)
         tl.store(state + ARRIVED, 0)
         if POLICY == "adv":
-            o_j = tl.arange(0, 8)
-            bits = worth.to(tl.int32, bitcast=True)
-            tl.store(state + WORTH + o_j, bits, mask=o_j < NUM_SHADOWS)
+            o_j = tl.arange(0, NUM_PLAYED)
+            tl.store(state + WORTH + o_j, worth.to(tl.int32, bitcast=True))
+            tl.store(state + REGRET, regret.to(tl.int32, bitcast=True))
             adv_advance(policy_at, counts, o_e, m_e, NUM_EXPERTS, RULES)
             tl.store(last_use_at + o_e, last_use, mask=m_e)
             add_shadow_hits(counters, shadow_hits)
@@ -225,9 +232,6 @@ def plan_gather_kernel(
         if num_missed > 0:
             tl.store(slot_of_at + o_e, new_slot_of, mask=m_e)
             tl.store(expert_of_at + target, o_e, mask=admitted)
-        if AHEAD_ROWS > 0:  # the next prefetch begins anew
-            tl.store(ahead, 0)
-            tl.store(ahead + 1 + o_r, -1)
         add_counters(counters, num_demanded, num_missed, num_admitted, num_victims, num_waves)
 
     # Every program copies a share of every row.
@@ -240,7 +244,7 @@ def plan_gather_kernel(
         row = 0
         num_done = 0
         if AHEAD_ROWS > 0:
-            row = tl.max(tl.where(keys_ahead == first_key + expert, o_r, -1))
+            row = tl.max(tl.where(ahead_experts == expert, o_r, -1))
             num_used += (row >= 0).to(tl.int32)
             num_row = blocks_of_row(i_program, num_programs, NUM_WORDS, BLOCKS, NUM_TENSORS)
             num_done = tl.minimum(tl.maximum(num_ahead - row * num_row, 0), num_row)
@@ -271,6 +275,7 @@ def plan_gather_kernel(
         tl.atomic_add(ahead_counters + 3, num_saved.to(tl.int64), sem="relaxed")
         if i_program == 0:
             tl.atomic_add(ahead_counters + 2, num_used.to(tl.int64), sem="relaxed")
+            record_switch(switch, tl.sum((ahead_experts >= 0).to(tl.int32)), num_used)
 
     # The shadows move off the critical path, into the half of the state that nobody reads now.
     if POLICY == "adv":  # noqa: SIM102 (the outer one is decided when the kernel is compiled)

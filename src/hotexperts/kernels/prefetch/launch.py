@@ -9,7 +9,7 @@ import torch
 from hotexperts.kernels.device import current
 from hotexperts.kernels.gather.ahead import AheadRows
 from hotexperts.kernels.gather.layout import GatherLayout
-from hotexperts.kernels.plan.launch import PlanGather
+from hotexperts.kernels.plan.launch import PlanGather, power_of_two
 
 
 class Prefetch:
@@ -20,7 +20,6 @@ class Prefetch:
         ahead: the rows.
         gather: how the layer's rows lie in the store, and in the buffer of the rows ahead.
         rows: int32 `[E, row_words]`, page-locked where the device is a GPU.
-        first_key: as the plan's.
         num_warps: of each program.
         block_words: as the plan's.
 
@@ -35,7 +34,6 @@ class Prefetch:
         ahead: AheadRows,
         gather: GatherLayout,
         rows: torch.Tensor,
-        first_key: int,
         *,
         num_warps: int = 8,
         block_words: int = 4096,
@@ -43,14 +41,14 @@ class Prefetch:
         assert gather.slot_offsets == ahead.offsets, "of the same buffer"
         layout = plan.layout
         self._slot_of = layout.view(plan.state, "slot_of")
-        self._counters = plan.ahead_counters
-        self._ahead, self._rows, self._first_key = ahead, rows, first_key
+        self._ahead, self._rows, self._plan = ahead, rows, plan
         self.bases = gather.bases(ahead.buffer.device)
         self._constants: dict[str, Any] = {
             "NUM_EXPERTS": layout.num_experts,
             "AHEAD_ROWS": ahead.num_rows,
             "STAGING_OFFSETS": gather.slot_offsets,
             **gather.constants(block_words),
+            "BLOCK_E": power_of_two(layout.num_experts),
             "num_warps": num_warps,
         }
         blocks = self._constants["BLOCKS"]
@@ -58,25 +56,32 @@ class Prefetch:
             -(-words // block) for words, block in zip(gather.num_words, blocks, strict=True)
         )
 
-    def __call__(self, guesses: torch.Tensor) -> None:
+    def __call__(self, scores: torch.Tensor, before: int, num_guesses: int) -> None:
         """Enqueue the copies on the current stream.
 
         Args:
-            guesses: int32 `[n]`, experts, the likeliest first, each once; -1 for none.
+            scores: floating, `[T, E]`, contiguous: the higher, the likelier an expert is asked for.
+            before: number of the layer whose plan came last.
+            num_guesses: experts that are looked at, those with a slot among them.
         """
         from hotexperts.kernels.prefetch.triton import prefetch_kernel
 
-        ahead = self._ahead
+        ahead, plan = self._ahead, self._plan
+        assert scores.shape[1:] == self._slot_of.shape
+        assert scores.is_contiguous()
         with current(ahead.buffer.device):
             prefetch_kernel[(ahead.num_programs,)](
-                guesses,
+                scores,
+                plan.switch,
                 self._slot_of,
                 ahead.words,
-                self._counters,
+                plan.ahead_counters,
                 self._rows,
                 ahead.buffer,
                 self.bases,
-                self._first_key,
-                NUM_GUESSES=guesses.numel(),
+                len(scores),
+                before,
+                plan.layer,
+                NUM_GUESSES=num_guesses,
                 **self._constants,
             )

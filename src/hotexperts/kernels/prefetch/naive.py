@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hotexperts.kernels.gather.ahead import KEYS, AheadRows
+from hotexperts.kernels.gather.ahead import NOBODY, AheadRows, Turn, Word
 from hotexperts.kernels.gather.layout import GatherLayout
 from hotexperts.kernels.gather.naive import gather
 
@@ -13,27 +13,32 @@ def prefetch(
     ahead: AheadRows,
     source: GatherLayout,
     rows: torch.Tensor,
-    guesses: torch.Tensor,
+    scores: torch.Tensor,
     slot_of: torch.Tensor,
-    first_key: int,
+    layer: int,
+    num_guesses: int,
 ) -> int:
-    """Copy guessed experts that have no slot into the rows ahead, in the order of the guesses.
+    """Copy the likeliest experts that have no slot into the rows ahead.
 
     Args:
-        ahead: rows, and words of which the keys are written.
+        ahead: rows, and words, of which turns and experts are written.
         source: how a row lies in the store, and in the rows ahead.
         rows: int32 `[E, row_words]`, the store.
-        guesses: experts, the likeliest first; -1 for none.
+        scores: `[T, E]`, the higher the likelier; an expert's highest counts, of equals the lower
+            id comes first. -inf and NaN are no guesses.
         slot_of: int32 `[E]`, slot of each expert, -1 for none.
-        first_key: of expert 0.
+        layer: whose experts they are.
+        num_guesses: that are looked at, those with a slot among them.
 
     Returns:
         How many rows were filled.
     """
-    wanted = [e for e in guesses.tolist() if 0 <= e < len(slot_of) and slot_of[e] < 0]
+    best = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0)
+    likeliest = best.argsort(descending=True, stable=True)[:num_guesses].tolist()
+    wanted = [e for e in likeliest if best[e] > -torch.inf and slot_of[e] < 0]
     experts = torch.tensor(wanted[: ahead.num_rows], dtype=torch.int64)
     gather(source, rows, ahead.buffer, experts, torch.arange(len(experts)))
-    keys = ahead.words[KEYS : KEYS + ahead.num_rows]
-    keys.fill_(-1)
-    keys[: len(experts)] = (first_key + experts).int()
+    ahead.words[:, Word.TURN] = 4 * layer + Turn.DONE
+    ahead.words[:, Word.EXPERTS :] = NOBODY
+    ahead.words[:, Word.EXPERTS : Word.EXPERTS + len(experts)] = experts.int()
     return len(experts)

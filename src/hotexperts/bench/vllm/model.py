@@ -1,4 +1,4 @@
-"""The model inside of vLLM's worker: slots, graphs and routing change as it runs."""
+"""The model inside of vLLM's worker: slots and graphs change as it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model:
         from hotexperts.integrations.vllm import hooks
 
         ours = self.config.instance_id
-        return next(c for c in hooks._alive() if c.config.instance_id == ours)
+        return next(c for c in hooks.models() if c.config.instance_id == ours)
 
     def use_slots(self, capacity: int) -> None:
         """Another number of slots a layer; 0 has every expert resident, as without the plug-in."""
@@ -87,7 +87,7 @@ class Model:
         """Whether experts come from a cache now."""
         from hotexperts.integrations.vllm import hooks
 
-        return bool(hooks._alive()) and not self._resident
+        return bool(hooks.models()) and not self._resident
 
     def sums(self) -> dict[str, int]:
         """Counters of all layers together."""
@@ -105,65 +105,6 @@ class Model:
     def peak_gpu_gb(self) -> float:
         """The most that tensors took at once, load and graphs included."""
         return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-
-
-class Replay:
-    """Makes the routers answer with given ids, inside CUDA graphs too.
-
-    Args:
-        model: before it captures the graphs that are to be measured.
-        ids: uint8 or int32 `[steps, layers, rows, K]`; row r of a decode step reads row r.
-    """
-
-    def __init__(self, model: Model, ids: torch.Tensor) -> None:
-        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-
-        num_layers, top_k = ids.shape[1], ids.shape[3]
-        most = model.config.scheduler_config.max_num_batched_tokens
-        device = model.runner.device
-        self._num_experts = model.config.model_config.get_num_experts()
-        self._ids = ids.int().to(device)
-        self._shown = torch.zeros(num_layers, most, top_k, dtype=torch.int32, device=device)
-        self.step = 0
-        self._prefill: torch.Tensor | None = None
-        layers = model.config.compilation_config.static_forward_context
-        moe = [layer for layer in layers.values() if hasattr(layer, "router")]
-        number_of = {id(layer.router): i for i, layer in enumerate(moe)}
-        select = BaseRouter._select_experts
-
-        def replayed(router: Any, *args: Any, **kwargs: Any) -> Any:
-            weights, found = select(router, *args, **kwargs)
-            found.copy_(self._shown[number_of[id(router)], : found.shape[0]])
-            return weights, found
-
-        BaseRouter._select_experts = replayed
-        execute = model.runner.execute_model
-
-        def shown(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._show(scheduler_output.total_num_scheduled_tokens)
-            return execute(scheduler_output, *args, **kwargs)
-
-        model.runner.execute_model = shown
-        self.show_random(0)
-
-    def show_random(self, seed: int) -> None:
-        """What prefills see: every expert equally often, no expert twice for one token."""
-        num_layers, most, top_k = self._shown.shape
-        device = self._shown.device
-        generator = torch.Generator(device).manual_seed(seed)
-        shape = (num_layers, most, self._num_experts)
-        scores = torch.rand(shape, generator=generator, device=device)
-        self._prefill = scores.topk(top_k).indices.int()
-        self._shown.copy_(self._prefill)
-
-    def _show(self, num_tokens: int) -> None:
-        rows = self._ids.shape[2]
-        if num_tokens <= rows:
-            now = self._ids[self.step % len(self._ids)]
-            self._shown[:, :num_tokens].copy_(now[:, :num_tokens])
-            self.step += 1
-        elif self._prefill is not None:
-            self._shown.copy_(self._prefill)
 
 
 def synchronize() -> None:

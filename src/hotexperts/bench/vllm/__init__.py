@@ -1,0 +1,1 @@
+"""vLLM in this process on random weights: slots and routing change as it runs."""

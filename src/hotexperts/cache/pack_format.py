@@ -1,0 +1,266 @@
+"""A pack: every expert's row of a model in one file, as a disk reads it best.
+
+Format: a header (8 bytes of magic, the length and the CRC-32 of a JSON text, the text), a table of
+one number a row, then the rows, layer by layer. Header, table and rows each begin at a multiple of
+4096 bytes, so that reads may bypass the page cache. The number of a row is 2^32 plus the CRC-32 of
+its bytes; 0 where it is not written yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hotexperts.errors import CheckpointError, StorageError
+from hotexperts.formats import ExpertLayout, TensorSpec
+
+ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and addresses
+WRITTEN = 1 << 32
+_PREFIX = struct.Struct("<8sQI")
+_MAGIC = b"HXPACK01"
+_MOST_HEADER_BYTES = 1 << 28
+_MAKE_AGAIN = "make it again with `hotexperts pack`"
+MOVE = "copy the pack to another disk, or make it again with `hotexperts pack`"
+
+
+class SourceFile(NamedTuple):
+    """What a checkpoint file was when it was packed.
+
+    Attributes:
+        name: without its folder.
+        nbytes: its size.
+        mtime_ns: when it was last written.
+        header_sha256: of its safetensors header, in hexadecimal.
+    """
+
+    name: str
+    nbytes: int
+    mtime_ns: int
+    header_sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> SourceFile:
+        """What a file is now.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            with path.open("rb") as file:
+                prefix = file.read(8)
+                header = file.read(min(int.from_bytes(prefix, "little"), _MOST_HEADER_BYTES))
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}): download it again") from error
+        digest = hashlib.sha256(prefix + header).hexdigest()
+        return cls(path.name, status.st_size, status.st_mtime_ns, digest)
+
+
+class PackedLayer(NamedTuple):
+    """One layer in a pack.
+
+    Attributes:
+        name: its path in the model.
+        num_experts: its rows.
+        layout: what a row holds.
+    """
+
+    name: str
+    num_experts: int
+    layout: ExpertLayout
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from row to row: the row's, rounded up to whole blocks."""
+        return aligned(self.layout.row_nbytes)
+
+
+class RowPlace(NamedTuple):
+    """Where a row lies: its number in the file, bytes from the file's start, and its bytes."""
+
+    number: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PackHeader:
+    """What is in a pack, and of which checkpoint.
+
+    Attributes:
+        layers: in the model's order.
+        sources: the checkpoint's files.
+    """
+
+    layers: tuple[PackedLayer, ...]
+    sources: tuple[SourceFile, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> PackHeader:
+        """The header of a file, which is as long as it says.
+
+        Raises:
+            CheckpointError: it is no pack, or a damaged or truncated one.
+            StorageError: it cannot be read.
+        """
+        try:
+            with path.open("rb") as file:
+                prefix = file.read(_PREFIX.size)
+                magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
+                if magic != _MAGIC or length > _MOST_HEADER_BYTES:
+                    raise CheckpointError(f"{path}: no pack of experts: {_MAKE_AGAIN}")
+                text = file.read(length)
+                size = path.stat().st_size
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        if zlib.crc32(text) != checksum:
+            raise CheckpointError(f"{path}: damaged header: {_MAKE_AGAIN}")
+        header = cls._parsed(path, text)
+        if size != header.nbytes:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, its header says {header.nbytes}: it is truncated, or "
+                f"was changed: {_MAKE_AGAIN}"
+            )
+        return header
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The bytes before the table."""
+        layers = [
+            [name, count, [[s.name, list(s.shape), _dtype_name(s.dtype)] for s in layout.specs]]
+            for name, count, layout in self.layers
+        ]
+        text = json.dumps({"layers": layers, "sources": self.sources}).encode()
+        found = _PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+        return found.ljust(aligned(len(found)), b"\0")
+
+    @property
+    def num_rows(self) -> int:
+        """Of all layers."""
+        return sum(layer.num_experts for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        rows = sum(layer.num_experts * layer.row_stride for layer in self.layers)
+        return self._rows_begin + rows
+
+    def table_place(self, number: int = 0) -> int:
+        """Bytes from the file's start to the table's entry of a row."""
+        return len(self.encoded) + 8 * number
+
+    def place(self, layer: int, expert: int) -> RowPlace:
+        """Where an expert's row lies; layers are counted from 0."""
+        stride = self.layers[layer].row_stride
+        number, begin = self._begins[layer]
+        return RowPlace(number + expert, begin + expert * stride, stride)
+
+    def check_sources(self, path: Path, files: Sequence[Path]) -> None:
+        """Refuse a pack of another state of the checkpoint.
+
+        Args:
+            path: the pack's, for the message.
+            files: the checkpoint's.
+
+        Raises:
+            CheckpointError: a file came, went or changed since it was packed.
+        """
+        now = {file.name: SourceFile.of(file) for file in files}
+        then = {source.name: source for source in self.sources}
+        for name in sorted(now.keys() | then.keys()):
+            if now.get(name) != then.get(name):
+                raise CheckpointError(
+                    f"{path}: the checkpoint changed since it was packed: {name} "
+                    f"{_difference(then.get(name), now.get(name))}: {_MAKE_AGAIN}"
+                )
+
+    @cached_property
+    def _rows_begin(self) -> int:
+        return aligned(len(self.encoded) + 8 * self.num_rows)
+
+    @cached_property
+    def _begins(self) -> list[tuple[int, int]]:
+        """Number and offset of each layer's first row."""
+        found, number, begin = [], 0, self._rows_begin
+        for layer in self.layers:
+            found.append((number, begin))
+            number += layer.num_experts
+            begin += layer.num_experts * layer.row_stride
+        return found
+
+    @classmethod
+    def _parsed(cls, path: Path, text: bytes) -> PackHeader:
+        try:
+            values = json.loads(text)
+            layers = [
+                PackedLayer(name, count, ExpertLayout(tuple(_spec(*spec) for spec in specs)))
+                for name, count, specs in values["layers"]
+            ]
+            sources = [SourceFile(*source) for source in values["sources"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: written by another version: {_MAKE_AGAIN}") from error
+        return cls(tuple(layers), tuple(sources))
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a file begins like a pack, however damaged.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def cannot_read(path: Path, error: OSError) -> StorageError:
+    """What to say of a pack that the system does not let us read."""
+    return StorageError(
+        f"{path}: cannot be read ({error.strerror}): give it permissions, or {_MAKE_AGAIN}"
+    )
+
+
+def damaged_row(path: Path, layer: PackedLayer, expert: int) -> CheckpointError:
+    """What to say of a row whose bytes are not those that were written."""
+    return CheckpointError(
+        f"{path}: the row of expert {expert} of {layer.name} is damaged (its checksum differs, "
+        f"read twice): {_MAKE_AGAIN}"
+    )
+
+
+def _spec(name: str, shape: list[int], dtype: str) -> TensorSpec:
+    found: Any = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype) or math.prod(shape) < 0:
+        raise ValueError(dtype)
+    return TensorSpec(name, tuple(shape), found)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _difference(then: SourceFile | None, now: SourceFile | None) -> str:
+    if then is None or now is None:
+        return "is new" if then is None else "is gone"
+    if now.nbytes != then.nbytes:
+        return f"had {then.nbytes} bytes, has {now.nbytes}"
+    if now.header_sha256 != then.header_sha256:
+        return "has another header"
+    return "was written to"
