@@ -7,6 +7,7 @@ weights, routing replayed (R2), batch 1, a prefill of 128 tokens, then decode st
 cache: one graph replay a step, timed one by one. "resident" is the same engine with every expert on
 the GPU; "auto" is `device_map="auto"` and "host" the host-managed cache (as vLLM PR 37190 proposes:
 LRU in Python, a synchronisation a layer), both with Transformers' eager loop, which they need.
+"prefetch" follows the trace's guesses, of a trained model's next router on the experts' input.
 Serial floor = resident step + missed bytes / (0.94 x link); percent of bound = max(resident step,
 missed bytes / link) / step.
 """
@@ -34,6 +35,7 @@ CASES = (
     "device-6GiB-lru",
     "device-6GiB-adv",
     "device-6GiB-adv-packed12",
+    "device-6GiB-adv-packed12-prefetch",
     "device-all",
 )
 MAX_POSITIONS = 384
@@ -76,17 +78,21 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         import hotexperts.transformers as hot
 
-        size, policy, packing = (rest.split("-") + ["lru", "none"][rest.count("-") :])[:3]
+        usual = ["lru", "none", "off"]
+        size, policy, packing, prefetch = (rest.split("-") + usual[rest.count("-") :])[:4]
         hot.attach(
             model,
             expert_cache_size=64 if size == "all" else size,
             policy=policy,
             expert_packing=packing,
+            prefetch="router" if prefetch == "prefetch" else "off",
             cache_mode="device",
             kv_tokens=MAX_POSITIONS,
             device="cuda",
         )
     run = Decode(model, args.traces / olmoe.TRACE)
+    if case.endswith("prefetch"):
+        run.guess()
     for sequence in range(args.sequences):
         run.sequence(sequence, args.steps)
     row = {
@@ -108,22 +114,36 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "bank_bytes": cache.bank_nbytes,
         "policy": cache.policy,
         "packing": cache.packing,
+        **ahead(cache),
         "host_bytes": cache.host_nbytes,
         "hit_rate": run.hits / (run.hits + run.misses),
         "bytes_per_step": run.bytes_moved / len(run.step_ms),
     }
 
 
+def ahead(cache: Any) -> dict[str, int]:
+    """Rows that came ahead, and those of them that were asked for, since the last reset."""
+    from hotexperts.kernels.plan import Counter
+
+    counts = sum(p.kernel.counters[Counter.AHEAD :].cpu() for p in cache.providers).tolist()
+    return {"rows_issued": counts[0], "rows_used": counts[2]} if counts[0] else {}
+
+
 class Decode:
     """Prefills eagerly, then replays one captured decode step; sums what several sequences took."""
 
     def __init__(self, model: Any, trace: Path) -> None:
+        self._model = model
         self._decoder = Decoder(model, max_positions=MAX_POSITIONS, uses_graph=True)
         self._replay = olmoe.Replay(trace, model, "cuda")
         self.prefill_ms: list[float] = []
         self.step_ms: list[float] = []
         self.last_tokens: list[int] = []
         self.hits = self.misses = self.bytes_moved = 0
+
+    def guess(self) -> None:
+        """Prefetch what was recorded as guesses."""
+        self._replay.guess(self._model)
 
     def sequence(self, index: int, num_steps: int) -> None:
         """A prefill of 128 tokens and `num_steps` replays."""

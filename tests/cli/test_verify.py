@@ -9,7 +9,6 @@ import torch
 
 from cli.conftest import Cli
 from hotexperts.bench.difference import Step, first_difference, max_difference, same_bits
-from hotexperts.cache import FileStore
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.transformers import load
 from integrations import zoo
@@ -124,17 +123,17 @@ def test_quantised_experts_are_compared_as_the_cache_keeps_them(tmp_path: Path, 
 @pytest.fixture
 def one_wrong_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: expert 5 of the second layer is read with one element off."""
-    original = FileStore.copy_into
+    original = CPUBackingStore.copy_into
     stores: list[int] = []
 
-    def copy_into(self: FileStore, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_into(self: CPUBackingStore, expert: int, tensors: Sequence[torch.Tensor]) -> None:
         original(self, expert, tensors)
         if id(self) not in stores:
             stores.append(id(self))
         if expert == 5 and stores.index(id(self)) == 1:
             tensors[-1][3, 0] += 1.0
 
-    monkeypatch.setattr(FileStore, "copy_into", copy_into)
+    monkeypatch.setattr(CPUBackingStore, "copy_into", copy_into)
 
 
 @pytest.mark.usefixtures("one_wrong_weight")

@@ -210,7 +210,7 @@ def test_layers_in_parts_are_the_same_bit_for_bit(
         process(caches, layer, method, repack)
 
     monkeypatch.setattr(ModelCaches, "process", in_both_ways)
-    engine = start(tmp_path, name)
+    engine = start(tmp_path, name, moe_expert_cache_options={"packing": "none"})
     whole = {name: p.store.rows for name, p in engine.caches.providers.items()}
     assert list(in_parts) == list(whole)
     assert all(torch.equal(in_parts[name], whole[name]) for name in whole)
@@ -232,6 +232,26 @@ def test_graph_modes_equal_resident(how: dict[str, Any], tmp_path: Path) -> None
     for capacity in (8, 5):
         engine.use_slots(capacity)
         assert_same(runs(engine), expected, is_exact=True)
+
+
+@pytest.mark.parametrize("name", ["bf16", "gptq-int4", "mxfp4"])
+def test_prefetching_equals_resident(name: str, tmp_path: Path) -> None:
+    """The next gate guesses, in eager steps and in full graphs, right and wrong."""
+    options = {"packing": "auto", "prefetch": "router"}
+    engine = start(tmp_path, name, moe_expert_cache_options=options)
+    layers = list(engine.caches.layers.values())
+    assert all(layer.guess is not None for layer in layers[:-1])
+    engine.use_slots(0)
+    expected = runs(engine)
+    for capacity in (8, 5):
+        engine.use_slots(capacity)
+        assert_same(runs(engine), expected, is_exact=name in IS_EXACT)
+        kernels = [layer.provider.kernel for layer in layers]
+        issued = [int(kernel.ahead_counters[0]) for kernel in kernels]
+        used = [int(kernel.ahead_counters[2]) for kernel in kernels]
+        assert issued[0] == 0
+        assert all(issued[1:])
+        assert sum(used) > 0
 
 
 def test_ngram_speculation_equals_resident(tmp_path: Path) -> None:

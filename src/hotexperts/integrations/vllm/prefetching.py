@@ -127,7 +127,9 @@ def check_prefetch(config: Any, wanted: ExpertCacheOptions) -> None:
         return
     name = f"{flag('options')}: prefetch {wanted.cache.prefetch!r}"
     if getattr(getattr(config, "device_config", None), "device_type", None) == "cpu":
-        raise ConfigError(f"{name} runs in kernels of a GPU, and this engine is one for CPUs")
+        raise ConfigError(
+            f"{name} runs in kernels of a GPU, and this engine is one for CPUs: leave it out"
+        )
     if config.parallel_config.enable_expert_parallel:
         raise ConfigError(
             f"{name} guesses experts of all ranks: leave out --enable-expert-parallel, or prefetch"
