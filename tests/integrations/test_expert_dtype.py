@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hotexperts.transformers as hot
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers import tiers
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.interpret]
@@ -215,6 +216,32 @@ def test_what_a_checkpoint_quantised_may_be_quantised_again(tmp_path: Path) -> N
     cache = load(zoo.build_fp8_checkpoint(tmp_path), expert_dtype="int4").expert_cache
     assert cache.expert_dtype == "int4"
     assert all(0.05 < error < 0.12 for error in cache.relative_errors.values())
+
+
+def test_auto_reckons_with_what_experts_take_in_memory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.8 of the free memory, in the form that they would have there."""
+    fp8 = zoo.build_fp8_checkpoint(tmp_path)
+    free = [0]
+    monkeypatch.setattr(tiers, "available_host_bytes", lambda: free[0])
+    for path, options in ((fp8, {"dtype": "bfloat16"}), (checkpoint, {"expert_dtype": "int8"})):
+        needed = load(path, **options).expert_cache.host_nbytes
+        free[0] = int(needed / 0.8) + 1
+        cache = load(path, expert_store="auto", **options).expert_cache
+        assert (cache.store, cache.host_nbytes) == ("ram", needed)
+        assert cache.expert_dtype != "none"
+    free[0] //= 2
+    seen: list[int] = []
+    told = load(fp8, dtype="bfloat16", progress=lambda done, total: seen.append(done - total))
+    assert (seen[-1], len(seen)) == (
+        0,
+        sum(p.store.num_experts for p in told.expert_cache.providers),
+    )
+    cache = load(fp8, expert_store="auto", dtype="bfloat16").expert_cache
+    assert (cache.store, cache.expert_dtype) == ("file", "none")
+    with pytest.raises(ConfigError, match="which expert_store 'file' does not"):
+        load(checkpoint, expert_store="auto", expert_dtype="int8")
 
 
 @pytest.mark.parametrize("options", [{"expert_store": "file"}, {"dtype": "float32"}])

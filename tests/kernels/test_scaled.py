@@ -11,6 +11,7 @@ import torch
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
+from hotexperts.cache.prefetch import NUM_PROGRAMS, NUM_UNPACKING, num_programs_for
 from hotexperts.cache.quantised import QuantisedStore, quantised_packings
 from hotexperts.cache.store import RowForm
 from hotexperts.errors import CheckpointError, ConfigError
@@ -158,13 +159,11 @@ def make_tensors(num_experts: int = 5) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
 def test_the_error_of_a_store_is_the_true_one(dtype: Any) -> None:
     tensors = make_tensors()
-    seen: list[int] = []
     plain = CPUBackingStore.from_tensors(tensors)
     stores = [
         QuantisedStore.quantise(tensors, CPU, dtype),
-        QuantisedStore.quantise(plain, CPU, dtype, after_each=seen.append),
+        QuantisedStore.quantise(plain, CPU, dtype),
     ]
-    assert seen == [0, 1, 2, 3, 4]
     assert torch.equal(stores[0].rows, stores[1].rows)
     lost = whole = 0.0
     for expert in range(5):
@@ -186,6 +185,17 @@ def test_the_error_of_a_store_is_the_true_one(dtype: Any) -> None:
         f"{dtype}: {share:.2f} of the bytes, lossy: relative error {wanted:.2g} to {wanted:.2g} a "
         "layer, odd plain in 1 of 1 layers"
     )
+    packed = PackedBackingStore.from_tensors({"w": torch.ones(3, 64, 64).bfloat16()}, CPU)
+    about = [describe_packing([store]) for store in (stores[0], packed)]
+    assert describe_packing([stores[0], packed]) == "; ".join(about)
+
+
+def test_whatever_is_unpacked_takes_more_programs() -> None:
+    tensors = make_tensors()
+    quantised = QuantisedStore.quantise(tensors, CPU, "int8")
+    plain = CPUBackingStore.from_tensors(tensors)
+    assert num_programs_for([plain, plain]) == NUM_PROGRAMS
+    assert num_programs_for([plain, quantised]) == NUM_UNPACKING
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:

@@ -123,7 +123,6 @@ class QuantisedStore(PackedBackingStore):
         *,
         pin: bool = False,
         steps_back: bool = False,
-        after_each: Callable[[int], None] = lambda expert: None,
     ) -> QuantisedStore:
         """Quantise another store's rows, or stacked tensors `[E, *shape]`, a few at a time.
 
@@ -133,7 +132,6 @@ class QuantisedStore(PackedBackingStore):
             expert_dtype: "fp8", "int8" or "int4".
             pin: page-lock the memory.
             steps_back: see `HostBuffer`; the host copies codes out of any memory.
-            after_each: called with each expert that was read.
 
         Raises:
             ConfigError: the device has no room for it, or the dtype is not for these tensors.
@@ -155,8 +153,6 @@ class QuantisedStore(PackedBackingStore):
                 store.rows[first : first + len(rows)].copy_(rows)
                 changed, size = _squares(store.form, rows, part)
                 lost, whole = lost + changed, whole + size
-                for expert in range(first, first + len(rows)):
-                    after_each(expert)
                 first += len(rows)
         if not math.isfinite(lost):
             raise CheckpointError(
