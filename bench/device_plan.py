@@ -2,11 +2,11 @@
 
     python bench/device_plan.py --out bench/results/device-plan.json
 
-Experts are copied as they are, and packed12 (Gaussian weights), whose GB/s are those of bf16 in the
-slots; "packing" is from tensors on the GPU to rows, their page-locking included. Plans run with 16
-programs, packed12 with 32, as the cache has them. Everything runs inside CUDA graphs of many layers.
-"Link" is `copy_` of 8 experts from page-locked memory in the same run; "empty" is a graph of as many
-empty kernels.
+Experts are copied as they are, and packed12 (Gaussian weights), whose GB/s are those of bf16 in
+the slots; "packing" is from tensors on the GPU to rows, their page-locking included. Plans run with
+16 programs, packed12 with 32, as the cache has them. Everything runs inside CUDA graphs of many
+layers. "Link" is `copy_` of 8 experts from page-locked memory in the same run; "empty" is a graph
+of as many empty kernels.
 """
 
 from __future__ import annotations
