@@ -104,6 +104,9 @@ MESSAGES = {
     "--moe-expert-cache-options: packing: <error>": (
         "the rest of the line says what is wrong with that option"
     ),
+    "--moe-expert-cache-options: prefetch: <error>": (
+        "the rest of the line says what is wrong with that option"
+    ),
     "--moe-expert-cache-options is no JSON (<error>): <given>": (
         "quote it for the shell: `'{\"prefill_tokens\": 64}'`"
     ),

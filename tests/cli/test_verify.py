@@ -9,6 +9,7 @@ import torch
 
 from cli.conftest import Cli
 from hotexperts.bench.difference import Step, first_difference, max_difference, same_bits
+from hotexperts.cache import CPUBackingStore
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.transformers import load
 from integrations import zoo

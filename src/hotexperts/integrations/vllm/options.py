@@ -179,7 +179,8 @@ def _parse_more(given: Any) -> dict[str, Any]:
 
 def _blame(message: str) -> str:
     """The flag to turn, by what the message is about."""
-    for name in ("packing", "prefetch"):
-        if name in message:
-            return f"{flag('options')}: {name}"
+    if "packing" in message:
+        return f"{flag('options')}: packing"
+    if "prefetch" in message:
+        return f"{flag('options')}: prefetch"
     return flag("policy") if "policy" in message else flag("size")
