@@ -11,10 +11,12 @@ on the experts' input. "off" is an engine without prefetch.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +35,16 @@ from vllm_engine import Engine
 CASES = ("plain", "packed12")
 KEPT = {"perfect": 1.0, "router": 0.83, "wrong": 0.0}
 SLOTS = (32, 64, 128)
-STEPS = 40, 200  # warm, then timed
+STEPS = 30, 120  # warm, then timed
+GRAPHS = {"cudagraph_capture_sizes": [1], "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def main() -> None:
-    about = {"shape": vllm_decode.SHAPE, "replay": "R1", "kept": KEPT, "graphs": vllm_decode.GRAPHS}
+    about = {"shape": vllm_decode.SHAPE, "replay": "R1", "kept": KEPT, "graphs": GRAPHS}
     benchmark = cases.Benchmark("prefetch-decode", CASES, measure, about, compare, show)
-    cases.run(benchmark, cases.parser(__doc__).parse_args())
+    parser = cases.parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a case, at most")
+    cases.run(benchmark, parser.parse_args())
 
 
 def show(row: cases.Row) -> str:
@@ -63,8 +68,9 @@ def compare(table: cases.Table) -> dict[str, Any]:
 
 
 def measure(case: str, args: Any) -> cases.Row:
+    until = time.monotonic() + args.seconds
     packing = "none" if case == "plain" else case
-    options = {"moe_expert_cache_size": 32, "compilation_config": vllm_decode.GRAPHS}
+    options = {"moe_expert_cache_size": 32, "compilation_config": GRAPHS}
     options["moe_expert_cache_options"] = {"packing": packing, "prefetch": "router"}
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder), vllm_decode.SHAPE, **vllm_decode.ENGINE, **options)
@@ -73,6 +79,8 @@ def measure(case: str, args: Any) -> cases.Row:
     row: cases.Row = {"link_gb_s": machine.link_gb_s(), "runs": {}}
     for slots in SLOTS:
         for how in ("off", *KEPT):
+            if time.monotonic() > until:
+                return row
             replay.follow(None if how == "off" else KEPT[how])
             engine.use_slots(slots)
             replay.step = 0

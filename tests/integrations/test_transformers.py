@@ -21,6 +21,7 @@ from transformers import (
 
 import hotexperts.transformers as hot
 from hotexperts.cache import CPUBackingStore, FileStore
+from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import (
     CheckpointError,
@@ -707,4 +708,5 @@ def test_on_the_gpu_cached_equals_resident(
         if algorithm == "eager":
             assert torch.equal(cached.generate(prompt, **options), expected_tokens)
         providers = cached.expert_cache.providers
-        assert all(isinstance(p.store, CPUBackingStore) == (store == "ram") for p in providers)
+        in_memory = CPUBackingStore, PackedBackingStore
+        assert all(isinstance(p.store, in_memory) == (store == "ram") for p in providers)

@@ -44,21 +44,21 @@ def page_lock(cudart: Any, address: int, nbytes: int) -> str | None:
 
 def forget_last_error(cudart: Any) -> None:
     """The runtime keeps a failed call's error, and the next kernel launch would raise it."""
-    runtime = cudart if hasattr(cudart, "cudaGetLastError") else _loaded_runtime()
-    if runtime is not None:
-        runtime.cudaGetLastError()
+    if hasattr(cudart, "cudaGetLastError"):
+        cudart.cudaGetLastError()
         return
+    for runtime in _loaded_runtimes():  # which of several PyTorch calls is not said
+        runtime.cudaGetLastError()
     with suppress(RuntimeError):  # a launch's check takes the error away when it raises it
         torch.zeros(1, device="cuda")
 
 
-def _loaded_runtime() -> Any:
-    """The CUDA runtime that this process has loaded, which keeps the errors of a thread."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.rpartition("/")[2].startswith("libcudart"):
-            return ctypes.CDLL(path)
-    return None
+def _loaded_runtimes() -> list[Any]:
+    """The CUDA runtimes that this process has loaded, which keep the errors of a thread."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines)
+    names = [path for path in paths if path.rpartition("/")[2].startswith("libcudart")]
+    return [ctypes.CDLL(path) for path in names]
 
 
 def lock(address: int, nbytes: int) -> Held:

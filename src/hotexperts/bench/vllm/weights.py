@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,9 +37,10 @@ def draw_weights() -> Callable[[], None]:
             if ".experts." not in name:
                 _draw(name, tensor)
 
+    @functools.wraps(loading)
     @contextmanager
-    def loading_and_drawing(module: torch.nn.Module, device: torch.device) -> Iterator[Any]:
-        with loading(module, device) as found:
+    def loading_and_drawing(module: torch.nn.Module, target_device: torch.device) -> Iterator[Any]:
+        with loading(module, target_device) as found:
             if type(module).__name__.endswith("RoutedExperts"):
                 for name, tensor in module.named_parameters(recurse=False):
                     _draw(f"{module.layer_name}.{name}", tensor.data)
