@@ -41,6 +41,8 @@ def parts(num_experts: int, at_once: int) -> list[range]:
 
 def free_nbytes(device: torch.device) -> int:
     """Of the GPU, for this process, what its allocator keeps among them."""
+    if device.index is None:  # as vLLM has it; not all of PyTorch takes that
+        device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     limit = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
