@@ -90,7 +90,7 @@ def test_flags_reach_the_configuration(args: Any) -> None:
     parser = args.EngineArgs.add_cli_args(argparse.ArgumentParser())
     told = " ".join(parser.format_help().split())
     assert "--moe-expert-cache-size" in told
-    assert f"packing (default {DEFAULT_PACKING}:" in told
+    assert f"packing (default {DEFAULT_PACKING})" in told
     given = ["--moe-expert-cache-size", "6", "--moe-expert-cache-policy", "lru"]
     made = args.AsyncEngineArgs.from_cli_args(parser.parse_args(given))
     assert type(made) is args.AsyncEngineArgs
