@@ -106,7 +106,7 @@ def test_without_traces_routing_is_drawn(tiny_shape: str, cli: Cli) -> None:
 
 @pytest.mark.usefixtures("one_wrong_weight")
 def test_a_cache_that_differs_gets_no_speed(saved_model: Path, tmp_path: Path, cli: Cli) -> None:
-    argv = ("bench", saved_model, "--expert-cache-size", 2, "--expert-store", "file", *SHORT)
+    argv = ("bench", saved_model, "--expert-cache-size", 2, *SHORT)
     result = cli(*argv, "--json")
     resident, cached = result.json["rows"]
     assert result.status == 1
@@ -123,7 +123,7 @@ def test_a_cache_that_differs_gets_no_speed(saved_model: Path, tmp_path: Path, c
 
 @pytest.mark.usefixtures("one_wrong_weight")
 def test_a_difference_is_said(saved_model: Path, cli: Cli) -> None:
-    argv = (saved_model, "--expert-cache-size", 2, "--expert-store", "file")
+    argv = (saved_model, "--expert-cache-size", 2)
     result = cli("bench", *argv, *SHORT)
     said = " ".join(result.out.split())
     assert result.status == 1
