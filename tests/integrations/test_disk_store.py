@@ -111,7 +111,9 @@ def test_a_pack_is_where_it_is_asked_to_be(checkpoint: Path, tmp_path: Path) -> 
     file = tmp_path / "elsewhere" / "my.pack"
     assert hot.pack(checkpoint, expert_pack=file).path == file
     assert load(checkpoint, expert_store="disk", expert_pack=file).expert_cache.store == "disk"
-    with pytest.raises(CheckpointError, match="no pack of this checkpoint: make it once with"):
+    with pytest.raises(
+        CheckpointError, match="make it once with `hotexperts pack` and the --dtype of"
+    ):
         load(checkpoint, expert_store="disk")
     file.write_text("my diary")
     with pytest.raises(ConfigError, match="is there and is no pack: name another file"):

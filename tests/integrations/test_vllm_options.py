@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotexperts.config import DEFAULT_POLICY, Bytes
+from hotexperts.config import DEFAULT_PACKING, DEFAULT_POLICY, Bytes
 from hotexperts.errors import (
     ConfigError,
     HostMemoryError,
@@ -88,7 +88,9 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_flags_reach_the_configuration(args: Any) -> None:
     parser = args.EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert "--moe-expert-cache-size" in parser.format_help()
+    told = " ".join(parser.format_help().split())
+    assert "--moe-expert-cache-size" in told
+    assert f"packing (default {DEFAULT_PACKING}:" in told
     given = ["--moe-expert-cache-size", "6", "--moe-expert-cache-policy", "lru"]
     made = args.AsyncEngineArgs.from_cli_args(parser.parse_args(given))
     assert type(made) is args.AsyncEngineArgs

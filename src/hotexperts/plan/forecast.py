@@ -91,7 +91,9 @@ def forecast(
         raise ConfigError(
             f"the experts take {facts.expert_nbytes / 1e9:.1f} GB and the system "
             f"{HOST_RESERVE_NBYTES / 1e9:.0f} GB, --ram is {ram_nbytes / 1e9:.1f} GB: take a "
-            "model of fewer bits, or more memory"
+            "model of fewer bits, or more memory; Transformers can also read experts from disk, or "
+            "quantise them as they load, of which no forecast is made (--expert-store disk and "
+            "--expert-dtype of `hotexperts run`)"
         )
     kv = context * batch * part.kv_nbytes_per_token
     plan, num_tokens = _slots(part, budget_nbytes, kv, batch, prefill_tokens)

@@ -74,7 +74,7 @@ def step(
         copy_ms,
         (resident_ms + copy_ms[0], resident_ms + copy_ms[1]),
         max(resident_ms, link_ms[1]),
-        "the link" if link_ms[1] > resident_ms else "the GPU's memory",
+        "the link" if link_ms[1] > resident_ms else "how fast the GPU's memory is",
     )
 
 
