@@ -16,7 +16,8 @@ from hotexperts.bench.difference import (
     record,
 )
 from hotexperts.bench.sources import PROBE, free_memory, resident_model
-from hotexperts.cache.device_mode import ChosenMode, choose_mode
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels, choose_mode
+from hotexperts.cache.packed_store import check_packable
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
@@ -88,7 +89,7 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
     """What the model is, and the prompt's ids.
 
     Raises:
-        ConfigError: a cache mode that cannot work here, before the long part begins.
+        ConfigError: a cache mode or a packing that cannot work here, before the long part begins.
     """
     probe = _cached(wanted, "1", **PROBE)
     mode = _choose_mode(wanted, probe)
@@ -101,9 +102,16 @@ def _choose_mode(wanted: Comparison, probe: Any) -> ChosenMode:
     """What the caches that are compared will choose; the probe's own experts are in the file."""
     options, cache = wanted.load_options, probe.expert_cache
     config = CacheConfig(
-        policy=cache.policy, store=options["expert_store"], mode=options["cache_mode"]
+        policy=cache.policy,
+        store=options["expert_store"],
+        mode=options["cache_mode"],
+        packing=options["expert_packing"],
     )
-    return choose_mode(config, [p.store.layout for p in cache.providers], probe.device)
+    layouts = [p.store.layout for p in cache.providers]
+    mode = choose_mode(config, layouts, probe.device)
+    check_options_for_kernels(config, mode)
+    check_packable(config, layouts)
+    return mode
 
 
 def _check_length(wanted: Comparison, num_prompt_tokens: int, positions: int | None) -> None:
