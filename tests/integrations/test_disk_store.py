@@ -145,6 +145,24 @@ def test_a_damaged_row_stops_generation_and_names_itself(checkpoint: Path) -> No
         logits(model)
 
 
+def test_packing_again_mends_a_damaged_row(checkpoint: Path) -> None:
+    """As the message of a damaged row says."""
+    first = hot.pack(checkpoint)
+    whole = first.path.read_bytes()
+    for offset in (PackHeader.read(first.path).place(1, 3).offset + 5, 4096):  # a row; the table
+        flip(first.path, offset)
+        assert hot.pack(checkpoint).num_written == first.num_rows
+        assert first.path.read_bytes() == whole
+        assert hot.pack(checkpoint).num_written == 0
+
+
+def test_a_folder_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
+        hot.pack(checkpoint, expert_pack=tmp_path)
+    with pytest.raises(CheckpointError, match="there is no pack of this checkpoint: make it once"):
+        load(checkpoint, expert_store="disk", expert_pack=tmp_path)
+
+
 def test_auto_goes_by_the_free_memory_and_says_so(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

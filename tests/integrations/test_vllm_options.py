@@ -129,6 +129,10 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"gib": 0}, "0 GiB: give a number above 0"),
         ({"size": 4, "policy": "best"}, "--moe-expert-cache-policy: .*best.*lru"),
         ({"size": 4, "options": "{"}, "--moe-expert-cache-options is no JSON"),
+        (
+            {"size": 4, "options": {"state": "a.npz", "trace": "./a.npz"}},
+            "--moe-expert-cache-options: state and trace are both 'a.npz': give two",
+        ),
         ({"size": 4, "options": "3"}, "--moe-expert-cache-options is 3: give a JSON object"),
         ({"size": 4, "options": {"speed": 1}}, r"\['speed'\]: known are prefill_tokens, self"),
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),

@@ -17,7 +17,9 @@ from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import name_of
 from hotexperts.bench.shapes import Shape
-from hotexperts.config import DEFAULT_RAM_POLICY
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels, choose_mode
+from hotexperts.cache.packed_store import check_packable
+from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
@@ -134,7 +136,7 @@ class CheckpointSource:
 
     def check(self, size: str, kv_tokens: int) -> None:
         """See `Source`; the experts are left in the file, so that it is quick."""
-        self._load(size, kv_tokens, PROBE)
+        mode_beyond(self._load(size, kv_tokens, PROBE), self.options)
 
     def resident(self) -> Any:
         """See `Source`."""
@@ -160,6 +162,29 @@ class CheckpointSource:
             Group(name, _windows(ids, batch, num_tokens).to(device), lambda position, n: None)
             for name, ids in self.texts.items()
         ]
+
+
+def mode_beyond(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
+    """Who will manage the caches that are measured.
+
+    Args:
+        probe: loaded with `PROBE`: its own experts are in the file.
+        options: what `load` will take instead.
+
+    Raises:
+        ConfigError: a cache mode or a packing that cannot work here, before the long part begins.
+    """
+    cache = CacheConfig(
+        policy=probe.expert_cache.policy,
+        store=options["expert_store"],
+        mode=options["cache_mode"],
+        packing=options["expert_packing"],
+    )
+    layouts = [provider.store.layout for provider in probe.expert_cache.providers]
+    mode = choose_mode(cache, layouts, probe.device)
+    check_options_for_kernels(cache, mode)
+    check_packable(cache, layouts)
+    return mode
 
 
 def _windows(ids: Sequence[int], batch: int, num_tokens: int) -> torch.Tensor:

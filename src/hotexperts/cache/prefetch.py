@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import CacheConfig
-from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.ahead import NOBODY, AheadRows
@@ -97,11 +96,7 @@ def make_lanes(
     """
     if cache.prefetch == "off":
         return {}
-    if mode.mode != "device":
-        raise ConfigError(
-            f"prefetch {cache.prefetch!r} runs in kernels, which do not work here "
-            f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
-        )
+    check_options_for_kernels(cache, mode)
     layouts = dict.fromkeys(store.layout for store in stores)
     return {
         layout: PrefetchLane(
