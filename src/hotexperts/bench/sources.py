@@ -17,7 +17,9 @@ from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import name_of
 from hotexperts.bench.shapes import Shape
-from hotexperts.config import DEFAULT_RAM_POLICY
+from hotexperts.cache.device_mode import ChosenMode, choose_mode
+from hotexperts.cache.prefetch import check_prefetch
+from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
@@ -31,6 +33,7 @@ PROBE = {
     "expert_pack": None,
     "expert_packing": "none",
     "cache_mode": "host",
+    "prefetch": "off",
 }
 
 
@@ -134,7 +137,7 @@ class CheckpointSource:
 
     def check(self, size: str, kv_tokens: int) -> None:
         """See `Source`; the experts are left in the file, so that it is quick."""
-        self._load(size, kv_tokens, PROBE)
+        mode_after(self._load(size, kv_tokens, PROBE), self.options)
 
     def resident(self) -> Any:
         """See `Source`."""
@@ -167,6 +170,24 @@ def _windows(ids: Sequence[int], batch: int, num_tokens: int) -> torch.Tensor:
     starts = [row * len(ids) // batch for row in range(batch)]
     rows = [[ids[(start + at) % len(ids)] for at in range(num_tokens)] for start in starts]
     return torch.tensor(rows)
+
+
+def mode_after(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
+    """What caches of these options will choose; a probe's own experts are in the file.
+
+    Raises:
+        ConfigError: a cache mode or a prefetch that cannot work here.
+    """
+    cache = probe.expert_cache
+    config = CacheConfig(
+        policy=cache.policy,
+        store=options["expert_store"],
+        mode=options["cache_mode"],
+        prefetch=options["prefetch"],
+    )
+    mode = choose_mode(config, [p.store.layout for p in cache.providers], probe.device)
+    check_prefetch(config, mode)
+    return mode
 
 
 def resident_model(

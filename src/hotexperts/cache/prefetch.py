@@ -95,13 +95,9 @@ def make_lanes(
     Raises:
         ConfigError: they are, and no kernel manages the caches.
     """
+    check_prefetch(cache, mode)
     if cache.prefetch == "off":
         return {}
-    if mode.mode != "device":
-        raise ConfigError(
-            f"prefetch {cache.prefetch!r} runs in kernels, which do not work here "
-            f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
-        )
     layouts = dict.fromkeys(store.layout for store in stores)
     return {
         layout: PrefetchLane(
@@ -109,6 +105,19 @@ def make_lanes(
         )
         for layout in layouts
     }
+
+
+def check_prefetch(cache: CacheConfig, mode: ChosenMode) -> None:
+    """Whether prefetches can work, where they are asked for.
+
+    Raises:
+        ConfigError: no kernel manages the caches.
+    """
+    if cache.prefetch != "off" and mode.mode != "device":
+        raise ConfigError(
+            f"prefetch {cache.prefetch!r} runs in kernels, which do not work here "
+            f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
+        )
 
 
 def num_programs_for(stores: Sequence[ExpertStore]) -> int:

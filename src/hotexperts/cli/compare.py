@@ -15,13 +15,13 @@ from hotexperts.bench.difference import (
     number_or_none,
     record,
 )
-from hotexperts.bench.sources import PROBE, free_memory, resident_model
-from hotexperts.cache.device_mode import ChosenMode, choose_mode
+from hotexperts.bench.sources import PROBE, free_memory, mode_after, resident_model
+from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data, stats_data
 from hotexperts.cli.text import load_tokenizer
-from hotexperts.config import AUTO, CacheConfig
+from hotexperts.config import AUTO
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.sizing import LayerShape, fixed_capacity
@@ -88,22 +88,13 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
     """What the model is, and the prompt's ids.
 
     Raises:
-        ConfigError: a cache mode that cannot work here, before the long part begins.
+        ConfigError: a cache mode or a prefetch that cannot work here, before the long part begins.
     """
     probe = _cached(wanted, "1", **PROBE)
-    mode = _choose_mode(wanted, probe)
+    mode = mode_after(probe, wanted.load_options)
     ids = _prompt_ids(wanted, probe)
     _check_length(wanted, len(ids), max_positions(probe.config))
     return _describe(wanted, probe, mode), ids
-
-
-def _choose_mode(wanted: Comparison, probe: Any) -> ChosenMode:
-    """What the caches that are compared will choose; the probe's own experts are in the file."""
-    options, cache = wanted.load_options, probe.expert_cache
-    config = CacheConfig(
-        policy=cache.policy, store=options["expert_store"], mode=options["cache_mode"]
-    )
-    return choose_mode(config, [p.store.layout for p in cache.providers], probe.device)
 
 
 def _check_length(wanted: Comparison, num_prompt_tokens: int, positions: int | None) -> None:

@@ -14,7 +14,7 @@ from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import choose_mode
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
-from hotexperts.cache.prefetch import make_lanes
+from hotexperts.cache.prefetch import check_prefetch, make_lanes
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
@@ -108,6 +108,7 @@ def attach_stores(
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
         store_reason=store_reason,
+        prefetch=options.cache.prefetch,
     )
 
 
@@ -142,12 +143,13 @@ def check_early(
         needed_bytes: host memory that the store takes beyond what is allocated now.
 
     Raises:
-        ConfigError: more slots than experts, or a cache mode that cannot work here.
+        ConfigError: more slots than experts, or a cache mode or a prefetch that cannot work here.
         HostMemoryError: the experts do not fit the host's memory.
     """
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
-    choose_mode(options.cache, [layer.layout for layer in found], device)
+    chosen = choose_mode(options.cache, [layer.layout for layer in found], device)
+    check_prefetch(options.cache, chosen)
     if options.cache.check_host_memory and options.cache.store != "disk":  # which was checked
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")
