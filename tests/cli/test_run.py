@@ -126,6 +126,7 @@ def test_prefetches_are_in_every_report(
     assert f"prefetch {said}" in report
     assert "1 layers guess now" in report
     assert "layer hits misses ahead used guessed hit rate" in report
+    assert second["name"] in report, "not cut off"
     file, page = tmp_path / "run.json", tmp_path / "page.html"
     file.write_text(json.dumps(data))
     assert cli("report", file, "-o", page).status == 0

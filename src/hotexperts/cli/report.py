@@ -216,8 +216,8 @@ def _host_memory(data: Data) -> str:
 def _layers(layers: list[Data]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     has_prefetch = any("prefetches" in layer for layer in layers)
-    ahead = ("ahead", "used", "guessed") if has_prefetch else ()
-    for name in ("layer", "hits", "misses", *ahead, "hit rate", ""):
+    ahead = ("ahead", "used", "guessed") if has_prefetch else ()  # instead of bars: 80 columns
+    for name in ("layer", "hits", "misses", *ahead, "hit rate", *(() if has_prefetch else ("",))):
         table.add_column(name, justify="left" if name in ("layer", "") else "right")
     for layer in layers:
         table.add_row(
@@ -226,9 +226,13 @@ def _layers(layers: list[Data]) -> Table:
             str(layer["misses"]),
             *(_ahead(layer) if has_prefetch else ()),
             _percent(layer["hit_rate"]),
-            ProgressBar(total=1.0, completed=layer["hit_rate"] or 0.0, width=_BAR_WIDTH),
+            *(() if has_prefetch else (_bar(layer["hit_rate"]),)),
         )
     return table
+
+
+def _bar(rate: float | None) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=rate or 0.0, width=_BAR_WIDTH)
 
 
 def _ahead(layer: Data) -> tuple[str, str, str]:
