@@ -106,6 +106,13 @@ def test_every_option_in_the_documents_exists() -> None:
         assert set(re.findall(r"--[a-z-]+", ours)) <= known, (command, rest)
 
 
+def test_the_page_on_serving_has_every_option_of_it() -> None:
+    serve = typer.main.get_command(app).commands["serve"]
+    options = {name for p in serve.params for name in p.opts if name.startswith("--")}
+    page = (ROOT / "docs/serving.md").read_text()
+    assert {name for name in options if f"`{name}" not in page} == {"--debug"}  # every command's
+
+
 @pytest.mark.transformers
 @needs_transformers
 def test_the_listed_models_are_the_tested_ones() -> None:

@@ -24,6 +24,7 @@ from hotexperts.plan.speed import (
     GRAPH_LAYER_MS,
     LOOP_LAYER_MS,
     ONE_GPU,
+    PACKED_PART,
     most_misses,
     prefill_ms,
     step,
@@ -85,6 +86,7 @@ def main() -> None:
 def compare() -> Iterator[Compared]:
     """One row a measurement."""
     yield from _vllm_decode()
+    yield from _vllm_packed()
     yield from _vllm_promise()
     yield from _transformers()
     yield from _hit_rates()
@@ -105,6 +107,16 @@ def _vllm_decode() -> Iterator[Compared]:
         else:
             ms = _step_ms(facts, machine, int(slots), int(what.removeprefix("batch ")))
         yield Compared(f"vllm-decode: {name}", ms, run["ms"], is_drawn=what != "prefill")
+
+
+def _vllm_packed() -> Iterator[Compared]:
+    results = _load("prefetch-decode")
+    facts, found = qwen3(results["shape"]), results["cases"]["packed12"]
+    for name, run in found["runs"].items():
+        slots, _, how = name.partition(" slots, ")
+        if how == "off":
+            ms = _step_ms(facts, by_name("H200"), int(slots), 1, packed_part=PACKED_PART)
+            yield Compared(f"prefetch-decode: {name}", ms, run["ms"], is_drawn=True)
 
 
 def _vllm_promise() -> Iterator[Compared]:
@@ -150,6 +162,13 @@ def _transformers() -> Iterator[Compared]:
             layer = LOOP_LAYER_MS if is_loop else layer_ms
             ms = _step_ms(facts, by_name("H200"), row["capacity"], 1, layer)
             yield Compared(f"{result}: {name}", ms, 1e3 / speed)
+    results = _load("device-decode-packed")
+    for name in ("device-6GiB-adv", "device-6GiB-adv-packed12"):
+        row, facts = results["cases"][name], olmoe(results["shape"])
+        packed = PACKED_PART if row["packing"] == "packed12" else 1.0
+        where = facts, by_name("H200"), row["capacity"], 1, TRANSFORMERS_GRAPH_LAYER_MS
+        ms = _step_ms(*where, packed_part=packed)
+        yield Compared(f"device-decode-packed: {name}", ms, 1e3 / row["tokens_per_s"])
     results = _load("device-prefill")
     row = results["cases"]["quarter-adv"]
     for num_tokens, found in row["prefill"].items():
@@ -191,9 +210,10 @@ def _step_ms(
     batch: int,
     layer_ms: float = GRAPH_LAYER_MS,
     split: Split = ONE_GPU,
+    packed_part: float = 1.0,
 ) -> tuple[float, float]:
     kv = KV_TOKENS * batch * part_of(facts, split).kv_nbytes_per_token
-    return step(facts, machine, slots, batch, kv, split, layer_ms).ms
+    return step(facts, machine, slots, batch, kv, split, layer_ms, packed_part).ms
 
 
 def _h200(row: dict[str, Any]) -> Machine:

@@ -11,6 +11,7 @@ TABLES = {
     "prompt": "vllm-promise",
     "decode": "core-decode",
     "device": "device-decode",
+    "packed": "device-decode-packed",
     "prefill": "device-prefill",
     "vllm": "vllm-decode",
     "prefills": "vllm-prefills",
@@ -64,6 +65,14 @@ CLAIMS = (
         "at {} tokens/s this way",
         "device-decode",
         (field("cases/device-6GiB-adv/tokens_per_s", "{:.0f}"),),
+    ),
+    Claim(
+        "at {} with experts packed on the way (the default) and at {} with prefetch",
+        "device-decode-packed",
+        (
+            field("cases/device-6GiB-adv-packed12/tokens_per_s", "{:.0f}"),
+            field("cases/device-6GiB-adv-packed12-prefetch/tokens_per_s", "{:.0f}"),
+        ),
     ),
     Claim(
         '`device_map="auto"` gives {}',

@@ -43,6 +43,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "vllm": result_tables.vllm_table(),
             "prefills": result_tables.prefills_table(),
             "device": result_tables.device_table(),
+            "packed": result_tables.packed_table(),
             "decode": result_tables.decode_table(),
             "prefill": result_tables.prefill_table(),
             "load": result_tables.load_table(),

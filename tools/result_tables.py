@@ -48,15 +48,36 @@ def decode_table() -> str:
     return table(names, rows)
 
 
-def device_table() -> str:
+def device_table(result: str = "device-decode") -> str:
     rows = []
-    for case, row in load("device-decode")["cases"].items():
+    for case, row in load(result)["cases"].items():
         speed = row["tokens_per_s"]
         speed = speed["median"] if isinstance(speed, dict) else speed
         mean = f"{row['step_ms_mean']:.2f}" if "step_ms_mean" in row else ""
         shown = f"{speed:.{1 if speed >= 10 else 2}f}"
         rows.append((case, shown, mean, str(row.get("capacity", "")), percent(row.get("hit_rate"))))
     return table(("case", "tokens/s", "ms a step (mean)", "slots a layer", "hit rate"), rows)
+
+
+def packed_table() -> str:
+    return device_table("device-decode-packed")
+
+
+def guesses_table() -> str:
+    """What guesses of known quality gain over none."""
+    names = {
+        "off": "no prefetch",
+        "perfect": "every guess right",
+        "router": "83 % of guesses right",
+        "wrong": "every guess wrong",
+    }
+    rows = []
+    for case, row in load("prefetch-decode")["cases"]["packed12"]["runs"].items():
+        slots, _, how = case.partition(", ")
+        gain = f"{row['gain_ms']:+.2f} ms" if "gain_ms" in row else ""
+        of = percent(row["of_perfect"]) if "of_perfect" in row else ""
+        rows.append((slots, names[how], f"{row['ms']:.2f} ms", gain, of))
+    return table(("", "", "a step", "gained", "of what perfect ones gain"), rows)
 
 
 def prefill_table() -> str:
@@ -217,12 +238,18 @@ def plan_table() -> str:
 
 def copies_table() -> str:
     """What the copy engine and the kernel reach, by the size of an expert and their number."""
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:.1f} GB/s" if name in row else ""
+
     rows = (
-        (size, count, *(f"{row[f'{way} x{count}']:.1f} GB/s" for way in ("copy_", "gather")))
+        (size, count, *(cell(row, f"{way} x{count}") for way in ("copy_", "gather", "packed12")))
         for size, row in load("device-plan")["copies"].items()
         for count in ("1", "2", "4", "8")
     )
-    return table(("bytes of an expert", "experts", "`copy_`", "kernel"), rows)
+    return table(
+        ("bytes of an expert", "experts", "`copy_`", "kernel", "kernel, packed rows, as bf16"), rows
+    )
 
 
 def replay_table() -> str:

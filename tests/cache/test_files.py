@@ -170,6 +170,23 @@ def test_memory_that_the_system_refuses_is_a_clear_error() -> None:
         HostBuffer(2**62, pin=False)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_cgroup_s_idle_files_are_memory_that_is_free(version: int, tmp_path: Path) -> None:
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    folder.mkdir(exist_ok=True)
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+    limit, usage, idle = names.get(version, ("memory.max", "memory.current", "inactive_file"))
+    (folder / limit).write_text("1000\n")
+    (folder / usage).write_text("900\n")
+    assert available_host_bytes(tmp_path) == 100
+    (folder / "memory.stat").write_text(f"anon 200\nx{idle} 5\n{idle} 650\n")
+    assert available_host_bytes(tmp_path) == 750
+    (folder / usage).write_text("1800\n")
+    assert available_host_bytes(tmp_path) == 0
+    (folder / limit).write_text(f"{1 << 62}\n")
+    assert available_host_bytes(tmp_path) > 1 << 20
+
+
 def test_more_than_the_host_has_is_refused_before_the_work() -> None:
     require_host_bytes(1, "nothing")
     with pytest.raises(HostMemoryError, match=r"a model needs .*, .* is available: keep the exp"):

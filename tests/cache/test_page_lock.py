@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fake_cudart import FakeRuntime
-from hotexperts.cache import CPUBackingStore, held, host_memory, numa
+from hotexperts.cache import CPUBackingStore, held, host_memory, numa, page_lock
 from hotexperts.cache.host_memory import HostBuffer, PageLockError
 from hotexperts.cache.page_lock import Held, lock
 from hotexperts.formats import ExpertLayout, TensorSpec
@@ -69,6 +69,14 @@ def test_a_refusal_steps_back_where_that_will_do(
     assert (list(runtime.locked), runtime.last_error) == ([first.bytes.data_ptr()], 0)
     del other
     assert len(runtime.locked) == 1  # what was never locked is not unlocked
+
+
+def test_a_runtime_whose_file_was_replaced_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = "7f00-7f01 r-xp 0000 00:00 1  /x/libcudart.so.12 (deleted)\n7f02-7f03 rw-p 0 00:00 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: maps)
+    assert page_lock._loaded_runtimes() == []
 
 
 def test_memory_is_kept_from_being_swapped_out() -> None:

@@ -262,7 +262,10 @@ def test_what_vllm_has_not_is_refused(
         (["--steps", 9999], "need 10006 positions, the model has"),
         (["--device", "tpu"], "device 'tpu'"),
         (["--expert-cache-size", 99], "but a layer has only 32 experts"),
-        (["--compare", "nowhere.json"], "nowhere.json: No such file"),
+        (
+            ["--compare", "nowhere.json"],
+            "nowhere.json cannot be read (No such file or directory): give a file",
+        ),
         (["/nowhere"], "/nowhere: no such folder"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else "",

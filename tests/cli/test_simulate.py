@@ -24,8 +24,10 @@ TEXT = "A B A C B"
 TWICE = lettered(TEXT, TEXT)  # 8 experts in its one layer
 FIELDS = {
     *("trace", "policy", "capacity", "batch", "demands", "hits", "hit_ratio", "miss_bytes"),
-    *("gap_to_belady_closed", "est_ms_per_token"),
+    *("gap_to_belady_closed", "est_ms_per_token", "est_tokens_per_second", "percent_of_bound"),
 }
+
+TIMES = ("miss_bytes", "est_ms_per_token", "est_tokens_per_second", "percent_of_bound")
 
 
 @pytest.fixture
@@ -67,7 +69,29 @@ def test_rows_counted_by_hand(trace: Path, cli: Cli) -> None:
     assert [row["miss_bytes"] // NBYTES for row in found] == [7, 4, 4, 3]
     expected = [7 * 2 / 10 + 0.5, 4 * 2 / 10 + 0.5, (4 * 2 / 5 + 0.5) / 2, (3 * 2 / 5 + 0.5) / 2]
     assert [row["est_ms_per_token"] for row in found] == pytest.approx(expected)
+    assert [row["est_tokens_per_second"] for row in found] == pytest.approx(
+        [1000 / ms for ms in expected]
+    )
+    bounds = [4 * 2 / 10] * 2 + [3 * 2 / 5 / 2] * 2  # Belady's copies, longer than the compute
+    assert [row["percent_of_bound"] for row in found] == pytest.approx(
+        [100 * bound / ms for bound, ms in zip(bounds, expected, strict=True)]
+    )
     assert {row["trace"] for row in found} == {str(trace)}
+
+
+def test_where_the_compute_is_longer_it_is_the_bound(trace: Path, cli: Cli) -> None:
+    argv = ("--policy", "lru,infinite", "--cache-size", 2, "--compute-ms", 2)
+    found = rows(cli("simulate", trace, *argv, "--json", "-"))
+    assert [row["miss_bytes"] // NBYTES for row in found] == [7, 3]
+    expected = [100 * 2 / (7 * 2 / 10 + 2), 100 * 2 / (3 * 2 / 10 + 2)]
+    assert [row["percent_of_bound"] for row in found] == pytest.approx(expected)
+
+
+def test_a_step_that_takes_no_time_has_no_speed(tmp_path: Path, cli: Cli) -> None:
+    path = saved(lettered("a A A"), tmp_path / "t.npz", expert_nbytes=NBYTES)
+    row, *_ = rows(cli("simulate", path, "--policy", "lru", "--cache-size", 1, "--json", "-"))
+    assert (row["hits"], row["est_ms_per_token"]) == (2, 0.0)
+    assert (row["est_tokens_per_second"], row["percent_of_bound"]) == (None, None)
 
 
 @pytest.mark.parametrize("prefill", ["warm", "seed", "ignore"])
@@ -90,7 +114,7 @@ def test_rows_are_those_of_replay(prefill: Any, jobs: int, tmp_path: Path, cli: 
         assert (row["demands"], row["hits"]) == (mine.demands, mine.hits)
         gap = best.hits - lru.hits
         assert row["gap_to_belady_closed"] == ((mine.hits - lru.hits) / gap if gap > 0 else None)
-        assert (row["miss_bytes"], row["est_ms_per_token"]) == (None, None)
+        assert {row[name] for name in TIMES} == {None}
 
 
 def test_the_defaults_are_a_table_of_three_sizes(trace: Path, cli: Cli) -> None:
@@ -100,7 +124,8 @@ def test_the_defaults_are_a_table_of_three_sizes(trace: Path, cli: Cli) -> None:
     lines = [line.split() for line in result.out.splitlines()]
     found = [line[:3] for line in lines if line[:1] == ["1"]]
     assert found == [["1", n, p] for n in "124" for p in ("lru", "adv", "belady")]
-    assert ["1", "2", "lru", "30.0", "%", "0.0", "%", "734", "MiB", "1.40"] in lines
+    times = ["734", "MiB", "1.40", "714.3", "57.1", "%"]
+    assert ["1", "2", "lru", "30.0", "%", "0.0", "%", *times] in lines
     assert "Bytes and times need" not in result.out
 
 
@@ -120,7 +145,8 @@ def test_the_gap_is_null_where_there_is_none(trace: Path, cli: Cli) -> None:
 def test_no_full_batch_of_decode_has_no_rate(tmp_path: Path, cli: Cli) -> None:
     path = saved(lettered("a b", "A B"), tmp_path / "t.npz", expert_nbytes=NBYTES)
     row, *_ = rows(cli("simulate", path, "--cache-size", 2, "--batch", 2, "--json", "-"))
-    assert (row["demands"], row["hit_ratio"], row["est_ms_per_token"]) == (0, None, None)
+    assert (row["demands"], row["hit_ratio"]) == (0, None)
+    assert {row[name] for name in TIMES if name != "miss_bytes"} == {None}
     assert "-" in cli("simulate", path, "--cache-size", 2, "--batch", 2).out
 
 

@@ -41,6 +41,10 @@ def test_rows_counted_by_hand(trace: Path, cli: Cli) -> None:
     assert (plain["miss_bytes"], found["miss_bytes"]) == (10 * NBYTES, NBYTES)
     assert plain["est_ms_per_token"] == pytest.approx((12 * 4 + 10 * 2) / 6)
     assert found["est_ms_per_token"] == pytest.approx((12 * 4 + 2) / 6)
+    # six steps of two layers that compute: longer than Belady's copies
+    assert [row["percent_of_bound"] for row in (plain, found)] == pytest.approx(
+        [100 * 8 * 6 / ms for ms in (12 * 4 + 10 * 2, 12 * 4 + 2)]
+    )
     assert (found["predictor"], found["layers_off"]) == ("oracle", 0)
 
 
@@ -51,15 +55,19 @@ def test_bounds_and_the_frame_are_not_prefetched(jobs: int, trace: Path, cli: Cl
     found = json.loads(cli("simulate", trace, *argv, *slack, "--json", "-").out)
     each = [("adv", None), ("adv", "oracle"), ("adv", "previous"), ("belady", None)]
     assert [(r["policy"], r.get("predictor")) for r in found] == each * 2
-    assert {r["est_ms_per_token"] is None for r in found if "predictor" in r} == {True}
+    untimed = [row for row in found if "predictor" in row]
+    for name in ("est_ms_per_token", "est_tokens_per_second", "percent_of_bound"):
+        assert {row[name] for row in untimed} == {None}
 
 
 def test_the_table_shows_both(trace: Path, cli: Cli) -> None:
     argv = ("--policy", "lru", "--cache-size", 1, "--prefetch", "oracle", "--compute-ms", 4)
     # at 1.5 times the bytes two misses must pay for the first guess
     lines = [line.split() for line in cli("simulate", trace, *argv).out.splitlines()]
-    assert ["1", "1", "lru", "-", "16.7", "%", "16.7", "%", "1.00x", "11.33"] in lines
-    assert ["1", "1", "lru", "oracle", "16.7", "%", "83.3", "%", "1.00x", "8.67"] in lines
+    rates, times = ["16.7", "%", "16.7", "%", "1.00x"], ["11.33", "88.2", "70.6", "%"]
+    assert ["1", "1", "lru", "-", *rates, *times] in lines
+    rates, times = ["16.7", "%", "83.3", "%", "1.00x"], ["8.67", "115.4", "92.3", "%"]
+    assert ["1", "1", "lru", "oracle", *rates, *times] in lines
 
 
 @pytest.mark.parametrize(

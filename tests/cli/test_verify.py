@@ -193,3 +193,28 @@ def test_the_first_difference_is_the_earliest_step_then_layer() -> None:
     found[0].hidden[0][2, 0] = torch.nan
     expected = {"position": 2, "where": "embeddings", "max_abs_difference": None}
     assert first_difference(steps(), found, 3) == expected
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--expert-packing", "packed12"), "do not work here (host: no CUDA device): use expert_p"),
+        (("--cache-mode", "device"), "cache_mode 'device' cannot work here, no CUDA device"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_resident_model_loads(
+    command: str,
+    option: tuple[str, str],
+    message: str,
+    saved_model: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("hotexperts.bench.sources", "hotexperts.cli.compare"):
+        monkeypatch.setattr(f"{module}.resident_model", None)
+    sizes = ("--prompt-tokens", 4, "--steps", 2) if command == "bench" else ()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = cli(command, saved_model, "--device", "cpu", "--expert-cache-size", 2, *sizes, *option)
+    assert (found.status, found.out) == (2, "")
+    assert message in found.err

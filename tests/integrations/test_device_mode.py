@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hotexperts.transformers as hot
 from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.errors import ConfigError
+from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.integrations.transformers import compat
 from hotexperts.integrations.transformers.prefetching import NextExperts
 from hotexperts.kernels.gather.packed12 import Packed12
 from hotexperts.kernels.plan import Counter
@@ -20,6 +23,7 @@ from integrations import zoo
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.transformers, pytest.mark.interpret]
+LOADING = importlib.import_module("hotexperts.integrations.transformers.load")
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 
 
@@ -186,9 +190,49 @@ def test_packing_that_cannot_work_is_refused(checkpoint: Path) -> None:
         ({"cache_mode": "host"}, "does not work with cache_mode 'host'"),
         ({"expert_store": "file"}, "does not work with expert_store 'file'"),
         ({"policy": "slru"}, r"\(host: policy 'slru' has no kernel\): use expert_packing 'auto'"),
+        (
+            {"cache_mode": "device", "dtype": "float32"},
+            "packs bfloat16, and the experts here are float32: use expert_packing 'none'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             hot.load(checkpoint, **{"expert_packing": "packed12", "device": "cpu"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"policy": "slru"}, "host: policy 'slru' has no kernel"),
+        ({"cache_mode": "host"}, "cache_mode host"),
+        ({"expert_store": "file"}, "host: experts stay in the file"),
+    ],
+)
+def test_a_prefetch_without_kernels_is_refused_before_anything_is_read(
+    options: dict[str, Any], reason: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOADING, "take_parameters", None)
+    with pytest.raises(ConfigError, match=rf"do not work here \({reason}\): use prefetch 'off'"):
+        hot.load(checkpoint, prefetch="router", device="cpu", expert_cache_size=2, **options)
+
+
+def test_a_prefetch_without_a_router_is_refused_before_anything_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "router_kinds", lambda model: [])
+    monkeypatch.setattr(LOADING, "take_parameters", None)
+    with pytest.raises(UnsupportedModelError, match=r"does not say where .*: use prefetch='off'"):
+        load(checkpoint, 2, "device", prefetch="router")
+
+
+def test_an_attach_that_is_refused_leaves_the_model_as_it_was(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        expected = model(zoo.sample_ids()).logits
+    for options in ({"prefetch": "router"}, {"expert_packing": "packed12"}):
+        with pytest.raises(ConfigError, match="do not work here"):
+            hot.attach(model, expert_cache_size=2, device="cpu", policy="slru", **options)
+        with torch.no_grad():
+            assert torch.equal(model(zoo.sample_ids()).logits, expected)
 
 
 def test_auto_packs_only_where_kernels_copy(checkpoint: Path) -> None:

@@ -111,7 +111,9 @@ def test_a_pack_is_where_it_is_asked_to_be(checkpoint: Path, tmp_path: Path) -> 
     file = tmp_path / "elsewhere" / "my.pack"
     assert hot.pack(checkpoint, expert_pack=file).path == file
     assert load(checkpoint, expert_store="disk", expert_pack=file).expert_cache.store == "disk"
-    with pytest.raises(CheckpointError, match="no pack of this checkpoint: make it once with"):
+    with pytest.raises(
+        CheckpointError, match="make it once with `hotexperts pack` and the --dtype of"
+    ):
         load(checkpoint, expert_store="disk")
     file.write_text("my diary")
     with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
@@ -141,6 +143,24 @@ def test_a_damaged_row_stops_generation_and_names_itself(checkpoint: Path) -> No
     name = header.layers[1].name
     with pytest.raises(CheckpointError, match=rf"the row of expert \d of {name} is damaged"):
         logits(model)
+
+
+def test_packing_again_mends_a_damaged_row(checkpoint: Path) -> None:
+    """As the message of a damaged row says."""
+    first = hot.pack(checkpoint)
+    whole = first.path.read_bytes()
+    for offset in (PackHeader.read(first.path).place(1, 3).offset + 5, 4096):  # a row; the table
+        flip(first.path, offset)
+        assert hot.pack(checkpoint).num_written == first.num_rows
+        assert first.path.read_bytes() == whole
+        assert hot.pack(checkpoint).num_written == 0
+
+
+def test_a_folder_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
+        hot.pack(checkpoint, expert_pack=tmp_path)
+    with pytest.raises(CheckpointError, match="there is no pack of this checkpoint: make it once"):
+        load(checkpoint, expert_store="disk", expert_pack=tmp_path)
 
 
 def test_auto_goes_by_the_free_memory_and_says_so(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hotexperts.transformers as hot
-from hotexperts.errors import ConfigError
+from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.integrations.transformers import tiers
 from integrations import zoo
 
@@ -120,6 +120,44 @@ def test_what_cannot_be_quantised_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(checkpoint, "auto", **{"expert_dtype": "int8"} | options)
+
+
+def test_weights_that_are_no_numbers_are_refused_before_a_layer_is_taken(
+    checkpoint: Path,
+) -> None:
+    model = resident(checkpoint)
+    expected = logits(model)
+    *_, last = (m for name, m in model.named_modules() if name.endswith("mlp.experts"))
+    with torch.no_grad():
+        kept = last.down_proj[2, 0, 0].clone()
+        last.down_proj[2, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="no numbers, which cannot be quantised"):
+        hot.attach(model, expert_cache_size=3, device=DEVICE, expert_dtype="int8")
+    with torch.no_grad():
+        last.down_proj[2, 0, 0] = kept
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("which", ["weights", "scales"])
+def test_experts_of_several_dtypes_are_left_to_transformers(which: str, tmp_path: Path) -> None:
+    """Rows have one dtype of codes and one of scales: the first expert's says nothing of others."""
+    path = zoo.build_fp8_checkpoint(tmp_path)
+
+    def convert(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        is_first = ".experts.0." in name
+        if which == "scales" and is_first and name.endswith("_scale_inv"):
+            return {name: tensor.bfloat16()}
+        if which == "weights" and not is_first and ".experts." in name:
+            return {name: tensor.float().to(torch.float8_e5m2) if "scale" not in name else tensor}
+        return {name: tensor}
+
+    zoo.rewrite_shards(path, convert)
+    model = load(path, dtype="bfloat16")
+    layer = model.expert_cache.names[0]
+    exact = from_file(path, f"{layer}.5.down_proj").float().bfloat16()
+    row = model.expert_cache.providers[0].store.layout.allocate(1, torch.device("cpu"))[1]
+    model.expert_cache.providers[0].store.copy_into(5, [tensor[0] for tensor in row])
+    assert torch.equal(row.down_proj[0], exact)
 
 
 def scales_as(

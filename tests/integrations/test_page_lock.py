@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hotexperts.transformers as hot
 from fake_cudart import FakeRuntime
-from hotexperts.cache import CPUBackingStore, held
+from hotexperts.cache import CPUBackingStore, device_mode, held
 from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.quantised import QuantisedStore
@@ -86,8 +86,13 @@ def test_attached_models_step_back_too(olmoe: Path, runtime: FakeRuntime) -> Non
     ],
 )
 def test_who_needs_kernels_is_told(
-    options: dict[str, Any], name: str, olmoe: Path, runtime: FakeRuntime
+    options: dict[str, Any],
+    name: str,
+    olmoe: Path,
+    runtime: FakeRuntime,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(device_mode, "device_obstacle", lambda *args, **how: None)  # as on a GPU
     wanted = (
         rf"^{name} needs page-locked memory, and page-locking .* was refused \(CUDA error 2; .*\): "
         rf"raise the limit .*, or leave that option out$"

@@ -100,6 +100,24 @@ def test_an_end_saves_what_is_whole(tmp_path: Path) -> None:
     assert residents(path) == {1}
 
 
+def test_a_trace_that_cannot_end_hides_no_other_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a GPU's fault, of which whoever reads the log must still be told."""
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    first, other = caches(tmp_path / "a"), caches(tmp_path / "b")
+    first.recorder = SimpleNamespace(end=fail)
+    ask(other, 2)
+    ending.save_all([first, other])
+    assert residents(tmp_path / "b") == {2}
+    assert [r.message for r in caplog.records] == [
+        "expert cache: the end of the trace could not be saved"
+    ]
+
+
 def test_an_engine_saves_as_its_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before vLLM takes its signal handlers away; `SystemExit` ends the loop."""
     order: list[Any] = []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotexperts.config import DEFAULT_POLICY, Bytes
+from hotexperts.config import DEFAULT_PACKING, DEFAULT_POLICY, Bytes
 from hotexperts.errors import (
     ConfigError,
     HostMemoryError,
@@ -88,7 +88,9 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_flags_reach_the_configuration(args: Any) -> None:
     parser = args.EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert "--moe-expert-cache-size" in parser.format_help()
+    told = " ".join(parser.format_help().split())
+    assert "--moe-expert-cache-size" in told
+    assert f"packing (default {DEFAULT_PACKING}:" in told
     given = ["--moe-expert-cache-size", "6", "--moe-expert-cache-policy", "lru"]
     made = args.AsyncEngineArgs.from_cli_args(parser.parse_args(given))
     assert type(made) is args.AsyncEngineArgs
@@ -127,6 +129,10 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"gib": 0}, "0 GiB: give a number above 0"),
         ({"size": 4, "policy": "best"}, "--moe-expert-cache-policy: .*best.*lru"),
         ({"size": 4, "options": "{"}, "--moe-expert-cache-options is no JSON"),
+        (
+            {"size": 4, "options": {"state": "a.npz", "trace": "./a.npz"}},
+            "--moe-expert-cache-options: state and trace are both 'a.npz': give two",
+        ),
         ({"size": 4, "options": "3"}, "--moe-expert-cache-options is 3: give a JSON object"),
         ({"size": 4, "options": {"speed": 1}}, r"\['speed'\]: known are prefill_tokens, self"),
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),

@@ -36,7 +36,7 @@ def test_the_option_reaches_the_cache() -> None:
     for name in ("none", "packed12", "auto"):
         text = json.dumps({"packing": name})
         assert options.parse({"size": 4, "options": text}).cache.packing == name
-    assert options.parse({"size": 4}).cache.packing == "none"
+    assert options.parse({"size": 4}).cache.packing == "auto"
 
 
 @pytest.mark.parametrize("is_in_parts", [False, True])
@@ -83,3 +83,11 @@ def test_on_a_cpu_auto_is_plain_and_packed_is_refused_before_anything_loads(
         ConfigError, match=r"^--moe-expert-cache-options: packing is 'packed12'.*CP"
     ):
         refusals.check_engine(config, wanted)
+
+
+def test_packing_of_what_is_not_bfloat16_is_refused() -> None:
+    given = {name: tensor.half() for name, tensor in tensors().items()}
+    message = r"packing: expert_packing 'packed12' packs bfloat16, .* are float16: use .*'none'"
+    with pytest.raises(ConfigError, match=message):
+        model_caches("packed12")._store_of(given, CPU, None)
+    assert type(model_caches("auto")._store_of(given, CPU, None)) is CPUBackingStore

@@ -28,5 +28,5 @@ def test_the_refusal_names_the_option_and_what_to_do(
         r"\(CUDA error 2; .*\): raise the limit \(.*\), or leave the cache off$"
     )
     with pytest.raises(HostMemoryError, match=wanted):
-        caches._store_of(tensors, torch.device("cuda"))
+        caches._store_of(tensors, torch.device("cuda"), None)
     assert runtime.last_error == 0

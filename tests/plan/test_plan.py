@@ -86,7 +86,7 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "no weights": (
         lambda p: (p / "model.safetensors").unlink(),
         CheckpointError,
-        r"has no \.safetensors",
+        r"has no \.safetensors: give the folder of a whole checkpoint, or its hub id",
     ),
     "short": (
         lambda p: (p / "model.safetensors").write_bytes(b"abc"),
@@ -148,7 +148,10 @@ def test_the_parts_fit_the_budget_and_the_worst_is_no_better_than_the_best(tmp_p
     assert small.prefill_tokens_per_s[1] < large.prefill_tokens_per_s[1]
     assert small.prefill_tokens_per_s[0] <= small.prefill_tokens_per_s[1]
     assert small.loop_tokens_per_s[1] < small.decode_tokens_per_s[1]
-    with pytest.raises(ConfigError, match=r"the experts take 1.5 GB.*--ram is 1.0 GB"):
+    assert large.limit == "how fast the GPU's memory is"
+    slow = machine._replace(link_gb_s=0.1)
+    assert forecast(facts, slow, budget_nbytes=2 << 30, **options).limit == "the link"
+    with pytest.raises(ConfigError, match=r"take 1.5 GB.*--ram is 1.0 GB.*--expert-store disk"):
         forecast(facts, machine, budget_nbytes=2 << 30, **options | {"ram_nbytes": 10**9})
     with pytest.raises(ConfigError, match="a GPU budget of"):
         forecast(facts, machine, budget_nbytes=1 << 30, **options)

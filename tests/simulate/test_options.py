@@ -21,7 +21,7 @@ TRACE = layered("ab/c BA/CD C/D AB/C", "b/cd C/A BA/DC A/B")
 PROFILE = layered("DC/AB D/A")
 FIELDS = {
     *("trace", "policy", "capacity", "batch", "demands", "hits", "hit_ratio", "miss_bytes"),
-    *("gap_to_belady_closed", "est_ms_per_token"),
+    *("gap_to_belady_closed", "est_ms_per_token", "est_tokens_per_second", "percent_of_bound"),
 }
 
 

@@ -36,6 +36,11 @@ FIGURES = [  # trace, slots, LRU, LRU with ties as listed, Belady, forced
     (GRANITE, 24, 91.9, 92.0, 96.9, 96.5),
 ]
 
+AGAINST_LRU = [
+    *((name, slots, [1]) for name in (QWEN, GPT_OSS) for slots in (8, 16, 32, 64, 96)),
+    *((GRANITE, slots, [1, 2, 3]) for slots in (2, 4, 8, 16, 24)),
+]
+
 
 def recorded(name: str) -> Trace:
     return read_trace(TRACES / f"{name}.npz")
@@ -117,6 +122,15 @@ def test_batches(batch: int, slots: int, lru: float, bound: float) -> None:
     assert 100 * found.total.hit_rate == pytest.approx(lru, abs=POINT)
     best = belady(trace, slots, batch).total.hit_rate
     assert 100 * best == pytest.approx(bound, abs=POINT)
+
+
+@needs_traces
+@pytest.mark.parametrize(("name", "slots", "batches"), AGAINST_LRU)
+def test_the_default_policy_stays_with_lru(name: str, slots: int, batches: list[int]) -> None:
+    trace = recorded(name)
+    for batch in batches:
+        lru, mine = (replay(trace, policy, slots, batch).total for policy in ("lru", "adv"))
+        assert 100 * mine.hit_rate >= 100 * lru.hit_rate - 0.5, batch
 
 
 @needs_traces

@@ -20,10 +20,15 @@ def read_earlier(path: Path) -> Fields:
     """A result of `hotexperts bench --json`.
 
     Raises:
-        FieldError: it is none.
-        OSError: it cannot be read.
+        FieldError: it is none, or cannot be read.
     """
-    found = read_fields(path)
+    try:
+        found = read_fields(path)
+    except OSError as error:
+        raise FieldError(
+            f"--compare {path} cannot be read ({error.strerror}): give a file that "
+            "`hotexperts bench --json` has printed"
+        ) from error
     if isinstance(found, list) or "benchmark" not in found or found.text("benchmark") != NAME:
         raise FieldError(f"{path} is not what `hotexperts bench --json` prints: give such a file")
     return found

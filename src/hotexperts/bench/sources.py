@@ -17,8 +17,8 @@ from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import name_of
 from hotexperts.bench.shapes import Shape
-from hotexperts.cache.device_mode import ChosenMode, choose_mode
-from hotexperts.cache.prefetch import check_prefetch
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels, choose_mode
+from hotexperts.cache.packed_store import check_packable
 from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers.repository import read_config
@@ -137,7 +137,7 @@ class CheckpointSource:
 
     def check(self, size: str, kv_tokens: int) -> None:
         """See `Source`; the experts are left in the file, so that it is quick."""
-        mode_after(self._load(size, kv_tokens, PROBE), self.options)
+        mode_beyond(self._load(size, kv_tokens, PROBE), self.options)
 
     def resident(self) -> Any:
         """See `Source`."""
@@ -165,29 +165,36 @@ class CheckpointSource:
         ]
 
 
+def mode_beyond(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
+    """Who will manage the caches that are measured.
+
+    Args:
+        probe: loaded with `PROBE`: its own experts are in the file.
+        options: what `load` will take instead.
+
+    Raises:
+        ConfigError: a cache mode, a packing or a prefetch that cannot work here, before the long
+            part begins.
+    """
+    cache = CacheConfig(
+        policy=probe.expert_cache.policy,
+        store=options["expert_store"],
+        mode=options["cache_mode"],
+        packing=options["expert_packing"],
+        prefetch=options["prefetch"],
+    )
+    layouts = [provider.store.layout for provider in probe.expert_cache.providers]
+    mode = choose_mode(cache, layouts, probe.device)
+    check_options_for_kernels(cache, mode)
+    check_packable(cache, layouts)
+    return mode
+
+
 def _windows(ids: Sequence[int], batch: int, num_tokens: int) -> torch.Tensor:
     """`[batch, tokens]`, evenly spread over the text."""
     starts = [row * len(ids) // batch for row in range(batch)]
     rows = [[ids[(start + at) % len(ids)] for at in range(num_tokens)] for start in starts]
     return torch.tensor(rows)
-
-
-def mode_after(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
-    """What caches of these options will choose; a probe's own experts are in the file.
-
-    Raises:
-        ConfigError: a cache mode or a prefetch that cannot work here.
-    """
-    cache = probe.expert_cache
-    config = CacheConfig(
-        policy=cache.policy,
-        store=options["expert_store"],
-        mode=options["cache_mode"],
-        prefetch=options["prefetch"],
-    )
-    mode = choose_mode(config, [p.store.layout for p in cache.providers], probe.device)
-    check_prefetch(config, mode)
-    return mode
 
 
 def resident_model(

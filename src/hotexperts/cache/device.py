@@ -190,13 +190,19 @@ class DeviceWeightProvider(StreamingProvider):
             hidden: what it reads.
             num_pairs: of tokens and experts, in a layer.
         """
-        following = self.next_provider
-        if following is None or following._lane is None or following._lane is not self._lane:
+        following = self._next_in_lane
+        if following is None or self._lane is None:
             return
         following._is_guessed = True
         prefetch = following.prefetch
         most = min(math.ceil(GUESSES_A_PAIR * num_pairs), following.store.num_experts)
         self._lane.start(lambda: prefetch(guess(), self.layer, most), hidden)
+
+    @property
+    def _next_in_lane(self) -> DeviceWeightProvider | None:
+        """The next layer, where its rows come ahead in the same lane; None without."""
+        following = self.next_provider
+        return following if following is not None and following._lane is self._lane else None
 
     def count_by_host(self, *, num_waves: int = 0, num_copies: int = 0) -> None:
         """Waves and rows that no kernel counts."""
@@ -331,8 +337,8 @@ class DeviceWeightProvider(StreamingProvider):
         remapped = torch.empty_like(topk_ids)
         count = None if self.token_count is None else self.token_count.of_this_call()
         self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
-        if self._lane is not None and self.next_provider is None:
-            self._lane.join()
+        if self._lane is not None and self._next_in_lane is None:
+            self._lane.join()  # after the last that it was for, which has just ended it
         part = SLOTS if num_parts else None
         return ExpertWeightResult(self.tensors, remapped, self.slot_of_on_device, part)
 

@@ -73,6 +73,26 @@ def option_for_kernels(cache: CacheConfig) -> str | None:
     return None if cache.prefetch == "off" else f"prefetch {cache.prefetch!r}"
 
 
+def check_options_for_kernels(cache: CacheConfig, mode: ChosenMode) -> None:
+    """Refuse options that work with kernels alone where the host manages the caches.
+
+    Raises:
+        ConfigError: packing or prefetching is asked for.
+    """
+    if mode.mode == "device":
+        return
+    if cache.packing == "packed12":
+        raise ConfigError(
+            f"expert_packing 'packed12' is unpacked by kernels, which do not work here "
+            f"({mode.reason}): use expert_packing 'auto'"
+        )
+    if cache.prefetch != "off":
+        raise ConfigError(
+            f"prefetch {cache.prefetch!r} runs in kernels, which do not work here "
+            f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
+        )
+
+
 class Obstacle(NamedTuple):
     """What keeps kernels from managing a cache.
 

@@ -15,12 +15,10 @@ from hotexperts.cache.page_lock import Held, lock, page_lock
 from hotexperts.config import format_bytes
 from hotexperts.errors import HostMemoryError
 
+# Files of the limit and of what is used; what of it is files that were read and not lately.
 _CGROUP_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 _KEEP_IN_FILE = "keep the experts in the file (expert_store='file', --expert-store file)"
 _RAISE_LIMIT = "raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
@@ -115,20 +113,33 @@ def _unlock(cudart: Any, address: int) -> None:
     cudart.cudaHostUnregister(address)
 
 
-def available_host_bytes() -> int:
-    """Bytes that can be allocated now: the kernel's estimate, or less where a cgroup says so."""
+def available_host_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated now: the kernel's estimate, or less where a cgroup says so.
+
+    A cgroup counts files that were read as memory used; the kernel gives up those not in use.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     available = values["MemAvailable"]
-    for limit_file, usage_file in _CGROUP_LIMITS:
+    for limit_file, usage_file, idle in _CGROUP_LIMITS:
         try:
-            limit = Path(limit_file).read_text().strip()
-            usage = int(Path(usage_file).read_text())
+            limit = (cgroups / limit_file).read_text().strip()
+            usage = int((cgroups / usage_file).read_text())
         except OSError:
             continue
         if limit != "max":
+            usage -= _counter((cgroups / usage_file).with_name("memory.stat"), idle)
             available = min(available, max(0, int(limit) - usage))
     return available
+
+
+def _counter(path: Path, name: str) -> int:
+    """One line of a cgroup's statistics; 0 where there is none."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in lines if words[:1] == [name]), 0)
 
 
 def require_host_bytes(needed: int, purpose: str) -> None:

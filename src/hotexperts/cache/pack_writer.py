@@ -65,6 +65,21 @@ def write_pack(
     return num_kept
 
 
+def is_whole(path: Path, header: PackHeader) -> bool:
+    """Whether a pack of just this is there, every row as it was written; reads all of it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        is_long = os.fstat(fd).st_size == header.nbytes
+        return is_long and _num_rows_kept(fd, header) == header.num_rows
+    except OSError:  # a disk that does not give a row
+        return False
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def _opened(partial: Path) -> Iterator[int]:
     """The file, which nobody else writes meanwhile."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels
 from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.cache.link import probed_gb_s
 from hotexperts.cache.page_lock import Held
@@ -224,15 +224,31 @@ def packs(cache: CacheConfig, mode: ChosenMode, device: torch.device, *, is_full
     Raises:
         ConfigError: it was asked for, and no kernel manages the cache.
     """
-    if cache.packing == "packed12" and mode.mode != "device":
-        raise ConfigError(
-            f"expert_packing 'packed12' is unpacked by kernels, which do not work here "
-            f"({mode.reason}): use expert_packing 'auto'"
-        )
+    if cache.packing == "packed12":
+        check_options_for_kernels(cache, mode)
     if cache.packing == AUTO:
         is_copied = mode.mode == "device" and device.type == "cuda" and not is_full
         return is_copied and probed_gb_s(device) < FAST_LINK_GB_S
     return cache.packing == "packed12"
+
+
+def check_packable(cache: CacheConfig, layouts: Sequence[ExpertLayout]) -> None:
+    """Refuse to pack where there is nothing of the dtype that is packed.
+
+    Args:
+        cache: the user's choices.
+        layouts: of every layer's experts.
+
+    Raises:
+        ConfigError: packing is asked for, and no tensor is bfloat16.
+    """
+    dtypes = {spec.dtype for layout in layouts for spec in layout.specs}
+    if cache.packing == "packed12" and torch.bfloat16 not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(
+            f"expert_packing 'packed12' packs bfloat16, and the experts here are {names}: use "
+            "expert_packing 'none'"
+        )
 
 
 def describe_packing(stores: Sequence[ExpertStore]) -> str:

@@ -58,7 +58,11 @@ def _loaded_runtimes() -> list[Any]:
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines)
     names = [path for path in paths if path.rpartition("/")[2].startswith("libcudart")]
-    return [ctypes.CDLL(path) for path in names]
+    found = []
+    for path in names:
+        with suppress(OSError):  # a file that was replaced since: what it was is not to be had
+            found.append(ctypes.CDLL(path))
+    return found
 
 
 def lock(address: int, nbytes: int) -> Held:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hotexperts.cache.device_mode import ChosenMode
+from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import CacheConfig
-from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.ahead import NOBODY, AheadRows
@@ -95,9 +94,9 @@ def make_lanes(
     Raises:
         ConfigError: they are, and no kernel manages the caches.
     """
-    check_prefetch(cache, mode)
     if cache.prefetch == "off":
         return {}
+    check_options_for_kernels(cache, mode)
     layouts = dict.fromkeys(store.layout for store in stores)
     return {
         layout: PrefetchLane(
@@ -105,19 +104,6 @@ def make_lanes(
         )
         for layout in layouts
     }
-
-
-def check_prefetch(cache: CacheConfig, mode: ChosenMode) -> None:
-    """Whether prefetches can work, where they are asked for.
-
-    Raises:
-        ConfigError: no kernel manages the caches.
-    """
-    if cache.prefetch != "off" and mode.mode != "device":
-        raise ConfigError(
-            f"prefetch {cache.prefetch!r} runs in kernels, which do not work here "
-            f"({mode.reason or 'cache_mode host'}): use prefetch 'off'"
-        )
 
 
 def num_programs_for(stores: Sequence[ExpertStore]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -89,6 +89,27 @@ def pays(packing: Scaled, spec: TensorSpec) -> bool:
     return 4 * packing.num_words(spec.nbytes // 2) < spec.nbytes
 
 
+def check_finite(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse what cannot be quantised before the first layer is; reads all of it.
+
+    Args:
+        tensors: stacked parameters `[E, *shape]`.
+
+    Raises:
+        CheckpointError: a matrix has values that are not finite.
+    """
+    for tensor in tensors:
+        if tensor.dim() > 2 and not all(bool(expert.isfinite().all()) for expert in tensor):
+            raise _not_finite()
+
+
+def _not_finite() -> CheckpointError:
+    return CheckpointError(
+        "the experts have weights that are infinite or no numbers, which cannot be quantised: use "
+        "expert_dtype 'none'"
+    )
+
+
 class QuantisedStore(PackedBackingStore):
     """Rows whose matrices are codes and scales.
 
@@ -155,10 +176,7 @@ class QuantisedStore(PackedBackingStore):
                 lost, whole = lost + changed, whole + size
                 first += len(rows)
         if not math.isfinite(lost):
-            raise CheckpointError(
-                "the experts have weights that are infinite or no numbers, which cannot be "
-                "quantised: use expert_dtype 'none'"
-            )
+            raise _not_finite()
         store.relative_error = math.sqrt(lost / whole) if whole else 0.0
         return store
 

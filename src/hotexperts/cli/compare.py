@@ -15,7 +15,7 @@ from hotexperts.bench.difference import (
     number_or_none,
     record,
 )
-from hotexperts.bench.sources import PROBE, free_memory, mode_after, resident_model
+from hotexperts.bench.sources import PROBE, free_memory, mode_beyond, resident_model
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cli.console import loading, quiet_libraries
 from hotexperts.cli.options import model_label
@@ -88,10 +88,10 @@ def _look(wanted: Comparison) -> tuple[Data, list[int]]:
     """What the model is, and the prompt's ids.
 
     Raises:
-        ConfigError: a cache mode or a prefetch that cannot work here, before the long part begins.
+        ConfigError: see `mode_beyond`.
     """
     probe = _cached(wanted, "1", **PROBE)
-    mode = mode_after(probe, wanted.load_options)
+    mode = mode_beyond(probe, wanted.load_options)
     ids = _prompt_ids(wanted, probe)
     _check_length(wanted, len(ids), max_positions(probe.config))
     return _describe(wanted, probe, mode), ids

@@ -20,7 +20,7 @@ def pack(
 
     The file has their rows as they are computed with, with a checksum each. It takes as much disk
     as the experts; what does not fit is refused before it begins. After Ctrl-C the next call goes
-    on where this one stopped; a pack that is there already is kept.
+    on where this one stopped; a pack that is there already and has no damaged row is kept.
     """
     with console.errors_as_one_line(debug):
         path = options.model_path(model)

@@ -75,59 +75,6 @@ def verify_report(data: Data) -> RenderableType:
     return Group(Text(_verify_title(data)), table, *map(Text, _differences(data)))
 
 
-def simulate_report(rows: list[Data]) -> RenderableType:
-    """The report of `hotexperts simulate`.
-
-    Args:
-        rows: what `hotexperts.simulate.rows.sweep_rows` returns.
-    """
-    tables: dict[str, Table] = {}
-    is_foretold = any("predictor" in row for row in rows)
-    for row in rows:
-        if row["trace"] not in tables:
-            tables[row["trace"]] = _simulate_table(is_foretold)
-        tables[row["trace"]].add_row(*_simulate_cells(row, is_foretold))
-    parts: list[RenderableType] = []
-    for name, table in tables.items():
-        parts += [Text(name), table]
-    if any(row["miss_bytes"] is None for row in rows):
-        parts.append(Text("Bytes and times need --expert-mb, the size of an expert."))
-    return Group(*parts)
-
-
-def _simulate_table(is_foretold: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    names = ["batch", "slots", "policy", "hit rate", "gap closed", "missed", "ms/token"]
-    if is_foretold:
-        names[3:6] = ["prefetch", "hit rate", "no stall", "bytes"]
-    for name in names:
-        table.add_column(name, justify="left" if name in ("policy", "prefetch") else "right")
-    return table
-
-
-def _simulate_cells(row: Data, is_foretold: bool) -> list[str | Text]:
-    time, missed = row["est_ms_per_token"], row["miss_bytes"]
-    amounts: list[str | Text] = [
-        _percent(row["gap_to_belady_closed"]),
-        "-" if missed is None else format_bytes(missed),
-    ]
-    if is_foretold:
-        relative = row.get("relative_bytes", 1.0)
-        amounts = [
-            _percent(row.get("stall_free_hit_ratio", row["hit_ratio"])),
-            "-" if relative is None else f"{relative:.2f}x",
-        ]
-    return [
-        str(row["batch"]),
-        str(row["capacity"]),
-        Text(row["policy"]),
-        *([Text(row.get("predictor", "-"))] if is_foretold else ()),
-        _percent(row["hit_ratio"]),
-        *amounts,
-        "-" if time is None else f"{time:.2f}" if time >= 1 else f"{time:.3g}",
-    ]
-
-
 def _cache(cache: Data) -> str:
     return (
         f"{cache['capacity']} of {cache['num_experts']} experts in each of {cache['num_layers']} "

@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 import hotexperts
-from hotexperts.cli import console, foretold, lists, options, report
+from hotexperts.cli import console, foretold, lists, options
+from hotexperts.cli.simulate_report import simulate_report
 from hotexperts.config import Bytes
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
@@ -154,6 +155,7 @@ def simulate(
     """Replay recorded routing through policies, without a model, and compare their hits.
 
     The gap closed is 0 % for the hits of LRU and 100 % for those of Belady, who knows the future.
+    The bound of the speed is Belady's misses over the link, or the compute where that is longer.
     """
     with console.errors_as_one_line(debug):
         _check_outputs(json_file, plot)
@@ -263,7 +265,7 @@ def _show(rows: list[dict[str, Any]], json_file: str | None) -> None:
     if json_file == _STDOUT:
         console.show_json(rows)
         return
-    console.show(report.simulate_report(rows))
+    console.show(simulate_report(rows))
     if json_file is not None:
         try:
             Path(json_file).write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")

@@ -11,6 +11,7 @@ from hotexperts.plan.model import TensorSize
 from hotexperts.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
+_WANTED = "give the folder of a whole checkpoint, or its hub id; pickle is not read"
 _FILE = re.compile(r"[ -.0-~]{1,240}\.safetensors")
 
 
@@ -38,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
         files = [p for p in files if not p.name.startswith("consolidated")] or files
         if not files:
             gguf = sorted(folder.glob("*.gguf"))
-            remedy = f"give {gguf[0]} itself" if gguf else "pickle is not read"
+            remedy = f"give {gguf[0]} itself" if gguf else _WANTED
             raise CheckpointError(f"{folder} has no .safetensors: {remedy}")
         return files
     names = names_of_index(folder / INDEX)

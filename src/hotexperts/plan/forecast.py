@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hotexperts.errors import ConfigError
 from hotexperts.plan.machine import Machine
 from hotexperts.plan.model import ModelFacts
-from hotexperts.plan.speed import LOOP_LAYER_MS, ONE_GPU, prefill_ms, step
+from hotexperts.plan.speed import LOOP_LAYER_MS, ONE_GPU, part_over_link, prefill_ms, step
 from hotexperts.plan.split import Split, part_of, waves
 from hotexperts.sizing import (
     CONTEXT_NBYTES,
@@ -30,7 +30,7 @@ class Forecast:
         capacity: slots a layer.
         reason: where it comes from.
         gpu_nbytes: by part.
-        host_nbytes: of experts, for all GPUs together.
+        host_nbytes: of experts, for all GPUs together, once they are loaded.
         hit_rate: of demanded experts, in parts of 1.
         missed_gb: a decode step, 10^9 bytes.
         copy_ms: what their copies take, on a link that others may use.
@@ -91,22 +91,25 @@ def forecast(
         raise ConfigError(
             f"the experts take {facts.expert_nbytes / 1e9:.1f} GB and the system "
             f"{HOST_RESERVE_NBYTES / 1e9:.0f} GB, --ram is {ram_nbytes / 1e9:.1f} GB: take a "
-            "model of fewer bits, or more memory"
+            "model of fewer bits, or more memory; Transformers can also read experts from disk, or "
+            "quantise them as they load, of which no forecast is made (--expert-store disk and "
+            "--expert-dtype of `hotexperts run`)"
         )
     kv = context * batch * part.kv_nbytes_per_token
     plan, num_tokens = _slots(part, budget_nbytes, kv, batch, prefill_tokens)
     capacity = plan.capacity
-    graph = step(facts, machine, capacity, batch, kv, split)
-    prefill = prefill_ms(facts, machine, capacity, num_tokens, split)
+    packed = part_over_link(facts, machine, capacity)
+    graph = step(facts, machine, capacity, batch, kv, split, packed_part=packed)
+    prefill = prefill_ms(facts, machine, capacity, num_tokens, split, packed)
     loop = None
     if split.num_gpus == 1:
-        loop_ms = step(facts, machine, capacity, batch, kv, split, LOOP_LAYER_MS).ms
+        loop_ms = step(facts, machine, capacity, batch, kv, split, LOOP_LAYER_MS, packed).ms
         loop = tuple(1e3 * batch / ms for ms in loop_ms)
     return Forecast(
         capacity=capacity,
         reason=plan.reason,
         gpu_nbytes=_gpu_nbytes(part, capacity, kv, batch, num_tokens),
-        host_nbytes=facts.expert_nbytes,
+        host_nbytes=int(packed * facts.expert_nbytes),
         hit_rate=graph.hit_rate,
         missed_gb=graph.missed_gb,
         copy_ms=graph.copy_ms,

@@ -109,8 +109,8 @@ def _why(repo_id: str, error: BaseException) -> str:
             return f"the hub answers {status}: {remedy}"
     if any(_is_no_answer(cause) for cause in causes):
         return (
-            "neither a folder here nor whole in the hub's cache, and the hub cannot be reached: "
-            f"{_first_line(causes[-1])}"
+            "neither a folder here nor whole in the hub's cache, and the hub cannot be reached "
+            f"({_first_line(causes[-1])}): check the name and the connection"
         )
     return f"the hub's answer is damaged ({type(error).__name__}: {_first_line(error)})"
 

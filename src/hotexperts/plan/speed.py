@@ -12,6 +12,8 @@ GRAPH_LAYER_MS = 0.06  # of launches and small kernels in a CUDA graph, vLLM on 
 LOOP_LAYER_MS = 1.4  # in Transformers' own loop there, which launches each kernel from Python
 KERNEL_PART_OF_LINK = 0.925  # what copies by a kernel reach of the copy engine's rate
 ENGINE_PART_OF_LINK = 0.99  # what the copy engine reaches of it, which serves prefills
+PACKED_PART = 0.754  # of bf16 experts' bytes cross the link: docs/decisions/0016
+FAST_LINK_GB_S = 64.0  # from which on they do not: `cache.packed_store` measures it
 PART_OF_TFLOPS = 0.2  # what matrix products of a prefill reached on an H200
 ONE_GPU = Split()
 
@@ -36,6 +38,7 @@ def step(
     kv_nbytes: int,
     split: Split = ONE_GPU,
     layer_ms: float = GRAPH_LAYER_MS,
+    packed_part: float = 1.0,
 ) -> Step:
     """What a decode step of so many sequences takes.
 
@@ -50,6 +53,7 @@ def step(
         kv_nbytes: that a rank reads.
         split: over GPUs.
         layer_ms: the fixed part.
+        packed_part: of the missed bytes cross the link.
     """
     shape, part = facts.layers[0], part_of(facts, split)
     num_ranks = split.num_gpus if split.parallel == "ep" else 1  # that have experts of their own
@@ -61,7 +65,7 @@ def step(
     pair = (min(asked.demanded, most * asked.missed), asked.missed)
     # Ranks on one link take turns: it brings what all of them miss, and the most to one alone.
     together = max(1.0, split.gpus_per_link * asked.mean_missed / max(asked.missed, 1e-9))
-    gb_ms = 1e3 * together / machine.link_gb_s
+    gb_ms = 1e3 * together * packed_part / machine.link_gb_s
     link_ms = (pair[0] * expert_gb * gb_ms, pair[1] * expert_gb * gb_ms)
     copy_ms = (link_ms[0] / KERNEL_PART_OF_LINK, link_ms[1] / KERNEL_PART_OF_LINK)
     return Step(
@@ -70,8 +74,18 @@ def step(
         copy_ms,
         (resident_ms + copy_ms[0], resident_ms + copy_ms[1]),
         max(resident_ms, link_ms[1]),
-        "the link" if link_ms[1] > resident_ms else "the GPU's memory",
+        "the link" if link_ms[1] > resident_ms else "how fast the GPU's memory is",
     )
+
+
+def part_over_link(facts: ModelFacts, machine: Machine, capacity: int) -> float:
+    """What packing by default leaves of the experts' bytes: less than 1 where it takes place."""
+    if facts.is_gguf or machine.link_gb_s >= FAST_LINK_GB_S:
+        return 1.0
+    if capacity >= max(shape.num_experts for shape in facts.layers):
+        return 1.0
+    share = facts.expert_kinds.get("BF16", 0) / facts.expert_nbytes
+    return 1 - share * (1 - PACKED_PART)
 
 
 def most_misses(num_experts: int, capacity: int, batch: int) -> float:
@@ -89,6 +103,7 @@ def prefill_ms(
     capacity: int,
     num_tokens: int,
     split: Split = ONE_GPU,
+    packed_part: float = 1.0,
 ) -> tuple[float, float]:
     """A step of so many tokens of prompts, at worst and at best.
 
@@ -102,11 +117,13 @@ def prefill_ms(
         capacity: slots of a rank's layer.
         num_tokens: of the step.
         split: over GPUs.
+        packed_part: of the absent bytes cross the link; kernels unpack what is packed.
     """
     part = part_of(facts, split)
     absent_gb = sum((s.num_experts - capacity) * s.row_nbytes for s in part.layers) / 1e9
     absent_gb *= split.gpus_per_link
-    stream_ms = 1e3 * absent_gb / (ENGINE_PART_OF_LINK * machine.link_gb_s)
+    part_of_link = ENGINE_PART_OF_LINK if packed_part == 1 else KERNEL_PART_OF_LINK
+    stream_ms = 1e3 * absent_gb * packed_part / (part_of_link * machine.link_gb_s)
     read_gb = (part.other_nbytes + part.expert_nbytes) / 1e9
     read_ms = 1e3 * read_gb / machine.memory_gb_s + GRAPH_LAYER_MS * facts.num_layers
     flops = num_tokens * _flops_per_token(facts) / split.num_gpus

@@ -47,8 +47,18 @@ class Cost:
 
     def ms_per_token(self, miss_nbytes: int, num_layers: int, num_steps: int, batch: int) -> float:
         """The mean over `num_steps` steps, one or more, which missed `miss_nbytes` together."""
-        copy_ms = miss_nbytes / (self.link_gb_s * 1e6)
-        return (copy_ms / num_steps + self.compute_ms * num_layers) / batch
+        copy_ms = self._copy_ms(miss_nbytes) / num_steps
+        return (copy_ms + self.compute_ms * num_layers) / batch
+
+    def bound_ms_per_token(
+        self, miss_nbytes: int, num_layers: int, num_steps: int, batch: int
+    ) -> float:
+        """The same if copies and compute overlapped perfectly: the longer of the two."""
+        copy_ms = self._copy_ms(miss_nbytes) / num_steps
+        return max(copy_ms, self.compute_ms * num_layers) / batch
+
+    def _copy_ms(self, nbytes: int) -> float:
+        return nbytes / (self.link_gb_s * 1e6)
 
 
 NO_COST = Cost()

@@ -8,7 +8,7 @@ from typing import Any
 from hotexperts.simulate.cost import Cost
 from hotexperts.simulate.fractional import FractionalStats
 from hotexperts.simulate.prefetch import PrefetchStats
-from hotexperts.simulate.sweep import FRAME, Cell, Counts, Sweep
+from hotexperts.simulate.sweep import BELADY, FRAME, Cell, Counts, Sweep
 from hotexperts.stats import CacheStats
 
 
@@ -31,15 +31,30 @@ def sweep_rows(
     rows = []
     for cell in sweep.cells(sweep.policies):
         steps, nbytes = num_steps[cell.trace, cell.batch], nbytes_of[cell.trace]
+        shape = sweep.traces[cell.trace].num_layers, steps, cell.batch
+        time = bound = None
+        if nbytes is not None and steps:
+            best = counts[cell._replace(policy=BELADY, predictor=None)]
+            bound = cost.bound_ms_per_token(best.misses * nbytes, *shape)
         if cell.predictor is not None:
-            rows.append({**_counted(counts, cell), **_prefetched(sweep, counts, cell, steps)})
-            continue
-        missed = None if nbytes is None else _missed_nbytes(counts[cell], nbytes)
-        time = None
-        if missed is not None and steps:
-            time = cost.ms_per_token(missed, sweep.traces[cell.trace].num_layers, steps, cell.batch)
-        rows.append({**_counted(counts, cell), "miss_bytes": missed, "est_ms_per_token": time})
+            amounts = _prefetched(sweep, counts, cell)
+            time = _prefetched_ms(counts[cell], steps, cell.batch)
+        else:
+            missed = None if nbytes is None else _missed_nbytes(counts[cell], nbytes)
+            amounts = {"miss_bytes": missed}
+            if missed is not None and steps:
+                time = cost.ms_per_token(missed, *shape)
+        rows.append({**_counted(counts, cell), **amounts, **_timed(time, bound)})
     return rows
+
+
+def _timed(ms: float | None, bound_ms: float | None) -> dict[str, float | None]:
+    """Nothing to copy and nothing to compute takes no time, and has no speed."""
+    return {
+        "est_ms_per_token": ms,
+        "est_tokens_per_second": 1000 / ms if ms else None,
+        "percent_of_bound": 100 * bound_ms / ms if ms and bound_ms is not None else None,
+    }
 
 
 def _counted(counts: Counts, cell: Cell) -> dict[str, Any]:
@@ -66,13 +81,16 @@ def _resident(stats: CacheStats) -> float:
     return stats.resident if isinstance(stats, FractionalStats) else stats.hits
 
 
-def _prefetched(sweep: Sweep, counts: Counts, cell: Cell, num_steps: int) -> dict[str, Any]:
+def _prefetched_ms(stats: CacheStats, num_steps: int, batch: int) -> float | None:
+    assert isinstance(stats, PrefetchStats)
+    return None if stats.ms is None or not num_steps else stats.ms / num_steps / batch
+
+
+def _prefetched(sweep: Sweep, counts: Counts, cell: Cell) -> dict[str, Any]:
     stats, nbytes = counts[cell], sweep.nbytes_of.get(cell.trace)
     assert isinstance(stats, PrefetchStats)
-    ms = stats.ms
     return {
         "miss_bytes": None if nbytes is None else (stats.misses - stats.covered) * nbytes,
-        "est_ms_per_token": None if ms is None or not num_steps else ms / num_steps / cell.batch,
         "predictor": cell.predictor,
         "misses": stats.misses,
         "issued": stats.issued,

@@ -12,9 +12,10 @@ import torch
 
 from hotexperts.cache import CachedWeightProvider, ExpertStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.cache.device_mode import choose_mode
+from hotexperts.cache.device_mode import check_options_for_kernels, choose_mode
 from hotexperts.cache.host_memory import available_host_bytes, require_host_bytes
-from hotexperts.cache.prefetch import check_prefetch, make_lanes
+from hotexperts.cache.packed_store import check_packable
+from hotexperts.cache.prefetch import make_lanes
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
@@ -23,7 +24,7 @@ from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.modules import ExpertsModule
-from hotexperts.integrations.transformers.prefetching import NextExperts
+from hotexperts.integrations.transformers.prefetching import NextExperts, find_guessing_router
 from hotexperts.sizing import (
     LayerShape,
     SizePlan,
@@ -129,6 +130,7 @@ def _make_banks(
 
 
 def check_early(
+    model: Any,
     found: Sequence[ExpertsModule],
     options: LoadOptions,
     device: torch.device,
@@ -137,19 +139,26 @@ def check_early(
     """Refuse what can be refused before anything is read.
 
     Args:
+        model: with them; its weights may be on the meta device.
         found: the experts modules.
         options: the user's choices.
         device: where slots go.
         needed_bytes: host memory that the store takes beyond what is allocated now.
 
     Raises:
-        ConfigError: more slots than experts, or a cache mode or a prefetch that cannot work here.
+        ConfigError: more slots than experts, or a cache mode, a packing or a prefetch that cannot
+            work here.
+        UnsupportedModelError: prefetches are asked for, and a router is not found.
         HostMemoryError: the experts do not fit the host's memory.
     """
     if isinstance(options.cache.size, int):
         fixed_capacity(options.cache.size, _shapes(found))
-    chosen = choose_mode(options.cache, [layer.layout for layer in found], device)
-    check_prefetch(options.cache, chosen)
+    layouts = [layer.layout for layer in found]
+    check_options_for_kernels(options.cache, choose_mode(options.cache, layouts, device))
+    check_packable(options.cache, layouts)
+    if options.cache.prefetch != "off":
+        for layer in found[1:]:
+            find_guessing_router(model, layer.module)
     if options.cache.check_host_memory and options.cache.store != "disk":  # which was checked
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")

@@ -94,6 +94,8 @@ def _mxfp4(spec: TensorSpec, entry: ParameterSources) -> CodedParameter | None:
     stored = entry.by_pattern.get(f"{spec.name}_scales")
     if blocks is None or stored is None:
         return None
+    if _dtype(blocks) != torch.uint8 or _dtype(stored) != torch.uint8:
+        return None
     rows, columns = spec.shape
     groups = rows // MXFP4_GROUP
     if _shape(blocks)[1:] != (columns, groups, MXFP4_GROUP // 2) or rows % MXFP4_GROUP:
@@ -185,7 +187,9 @@ def _halves(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype(sources: list[Source]) -> Any:
-    return sources[0].file.entries[sources[0].key].dtype
+    """Of every expert's tensor; None where they differ."""
+    found = {source.dtype for source in sources}
+    return found.pop() if len(found) == 1 else None
 
 
 def _shape(sources: list[Source]) -> tuple[int, ...]:

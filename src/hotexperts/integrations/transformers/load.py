@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hotexperts.cache import ExpertStore
+from hotexperts.cache.quantised import check_finite
 from hotexperts.config import DEFAULT_KV_TOKENS, CacheConfig
 from hotexperts.errors import CheckpointError, HostMemoryError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat, experts
@@ -140,7 +141,7 @@ def _load(
     needed = ram_nbytes(found, coded, pending.options.cache)
     tier = choose_tier(found, needed, pending.options.cache, [Path(file) for file in files])
     options = replace(pending.options, cache=tier.config(pending.options.cache))
-    check_early(found, options, device, tier.ram_nbytes)
+    check_early(model, found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
     for layer in found:
         take_parameters(layer.module)
@@ -165,9 +166,10 @@ def _load(
 def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
     """Move a loaded model's experts into stores, one layer at a time, and cache them."""
     start = time.perf_counter()
-    if options.cache.store == "file":
+    if options.cache.store != "ram":
         raise UnsupportedOperationError(
-            "attach() copies experts that are in memory: use load() to leave them in the file"
+            "attach() copies experts that are in memory: use load() to leave them in the file or "
+            "on disk"
         )
     if any(tensor.is_meta for tensor in model.parameters()):
         raise UnsupportedOperationError(
@@ -176,7 +178,10 @@ def attach(model: Any, options: LoadOptions, device: torch.device) -> None:
         )
     found = find_experts(model)
     largest = max(ram_nbytes([layer], [None], options.cache) for layer in found)
-    check_early(found, options, device, largest)
+    check_early(model, found, options, device, largest)
+    if options.cache.expert_dtype != "none":  # no layer is taken before it is known of all
+        for layer in found:
+            check_finite(getattr(layer.module, spec.name) for spec in layer.layout.specs)
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, 0)
     made: list[ExpertStore] = []

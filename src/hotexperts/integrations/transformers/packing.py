@@ -10,14 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from hotexperts.cache.pack_format import PackHeader, is_pack
-from hotexperts.cache.pack_writer import write_pack
+from hotexperts.cache.pack_writer import is_whole, write_pack
 from hotexperts.config import CacheConfig
-from hotexperts.errors import (
-    CheckpointError,
-    ConfigError,
-    StorageError,
-    UnsupportedModelError,
-)
+from hotexperts.errors import ConfigError, UnsupportedModelError
 from hotexperts.integrations.transformers.checkpoint import ExpertCheckpoint
 from hotexperts.integrations.transformers.load import LoadOptions
 from hotexperts.integrations.transformers.modules import ExpertsModule
@@ -62,7 +57,8 @@ def pack(
     """Write all experts of a checkpoint to one file, for `load(expert_store="disk")`.
 
     The file has their rows as they are computed with, quantised ones dequantised. One that is
-    there and belongs to the checkpoint is kept; an interrupted one is gone on with.
+    there, belongs to the checkpoint and has no damaged row is kept: all of it is read to know that.
+    An interrupted one is gone on with.
 
     Args:
         path_or_id: as for `load`.
@@ -125,16 +121,13 @@ def _pack(
 
 
 def _is_there(path: Path, header: PackHeader) -> bool:
-    """Whether a pack of just this is there; another pack of that name is replaced.
+    """Whether a pack of just this is there, undamaged; another pack of that name is replaced.
 
     Raises:
         ConfigError: a file that is no pack.
     """
-    if path.exists() and not is_pack(path):
+    if path.is_dir() or (path.exists() and not is_pack(path)):
         raise ConfigError(
             f"{path} is there and is no pack: name another file (--expert-pack), or delete it"
         )
-    try:
-        return PackHeader.read(path) == header
-    except (CheckpointError, StorageError):
-        return False
+    return is_whole(path, header)

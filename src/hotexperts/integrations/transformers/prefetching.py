@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotexperts.integrations.transformers.routers import find_layer, find_norm, find_router
+from hotexperts.integrations.transformers.routers import Router, find_layer, find_norm, find_router
 
 
 class NextExperts:
@@ -26,7 +26,7 @@ class NextExperts:
     """
 
     def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-        self._router = find_router(model, after, remedy="use prefetch='off'")
+        self._router = find_guessing_router(model, after)
         self._scale = _scale(model, before, after)
 
     @torch.no_grad()
@@ -40,6 +40,15 @@ class NextExperts:
         # Not called as modules are: no hook must take this for the model's own pass.
         logits = self._router.logits_of(self._router.module.forward(rows))
         return logits.reshape(-1, logits.shape[-1]).contiguous()
+
+
+def find_guessing_router(model: nn.Module, experts: nn.Module) -> Router:
+    """The router that guesses an experts module's demand; the model may have no weights yet.
+
+    Raises:
+        UnsupportedModelError: it is not found.
+    """
+    return find_router(model, experts, remedy="use prefetch='off'")
 
 
 def _scale(model: nn.Module, before: nn.Module, after: nn.Module) -> torch.Tensor | None:

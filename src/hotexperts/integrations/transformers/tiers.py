@@ -162,10 +162,11 @@ def _on_disk(
 
 
 def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackFile:
-    if not path.exists():
+    if not path.is_file():
         raise CheckpointError(
-            f"{path}: there is no pack of this checkpoint: make it once with `hotexperts pack`, or "
-            "leave the experts in the checkpoint (expert_store='file', --expert-store file)"
+            f"{path}: there is no pack of this checkpoint: make it once with `hotexperts pack` and "
+            "the --dtype of the run, or leave the experts in the checkpoint (expert_store='file', "
+            "--expert-store file)"
         )
     pack = PackFile(path)
     pack.header.check_sources(path, files)

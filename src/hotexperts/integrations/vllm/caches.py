@@ -14,7 +14,12 @@ from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import PageLockError
-from hotexperts.cache.packed_store import PackedBackingStore, describe_packing, packs
+from hotexperts.cache.packed_store import (
+    PackedBackingStore,
+    check_packable,
+    describe_packing,
+    packs,
+)
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.streaming import StreamingProvider
@@ -282,6 +287,7 @@ class ModelCaches:
         mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
         is_full = self._plan.capacity >= len(next(iter(tensors.values())))
         try:
+            check_packable(self.options.cache, [ExpertLayout.of(tensors)[0]])
             if packs(self.options.cache, mode, device, is_full=is_full):
                 return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
             return plain or CPUBackingStore.from_tensors(tensors, pin=is_gpu)

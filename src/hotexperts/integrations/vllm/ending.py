@@ -72,8 +72,11 @@ def save_all(models: Iterable[Any]) -> None:
         except Exception:
             log.exception("expert cache: the state could not be saved")
         caches.has_started = False  # what comes now is no request
-        if caches.recorder is not None:
-            caches.recorder.end()
+        try:
+            if caches.recorder is not None:
+                caches.recorder.end()
+        except Exception:  # a GPU that failed fails here again
+            log.exception("expert cache: the end of the trace could not be saved")
 
 
 def is_due(num_steps: int) -> bool:

@@ -20,8 +20,9 @@ _HELP = {
     "layer is compared with itself uncached as it loads; state, a file to start warm from and to "
     "save to; check_host_memory (default true), whether to refuse what the host cannot hold; "
     "trace, an .npz file for the routing of all steps; check_ranks (default false), whether to "
-    "stop where tensor-parallel ranks decide differently; packing (default none), packed12 to keep "
-    "bf16 experts in 12 bits a value in host memory, or auto",
+    "stop where tensor-parallel ranks decide differently; packing (default auto), whether bf16 "
+    "experts are kept in 12 bits a value in host memory: auto, none or packed12; prefetch (default "
+    "off), router to fetch before a layer asks",
 }
 
 

@@ -112,14 +112,19 @@ def parse(given: Mapping[str, Any]) -> ExpertCacheOptions:
         cache = CacheConfig(_parse_size(given), policy, "ram", packing=packing, prefetch=prefetch)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error))}: {error}") from error
+    state, trace = _parse_file(more, "state"), _parse_file(more, "trace")
+    if state is not None and trace is not None and Path(state).resolve() == Path(trace).resolve():
+        raise ConfigError(
+            f"{flag('options')}: state and trace are both {state!r}: give two names of files"
+        )
     return ExpertCacheOptions(
         cache,
         prefill_tokens,
         self_test=_parse_bool(more, "self_test"),
-        state=_parse_file(more, "state"),
+        state=state,
         check_host_memory=_parse_bool(more, "check_host_memory") is not False,
         check_ranks=bool(_parse_bool(more, "check_ranks")),
-        trace=_parse_file(more, "trace"),
+        trace=trace,
     )
 
 
