@@ -106,7 +106,7 @@ def _copied(model: Model) -> Any:
     """The layers' counters now, in stream order where a device keeps them."""
     providers = list(model.caches.providers.values())
     if hasattr(providers[0], "kernel"):
-        return torch.stack([provider.kernel.counters for provider in providers])
+        return torch.stack([provider.counts for provider in providers])
     return [provider.stats.bytes_moved for provider in providers]
 
 

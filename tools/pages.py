@@ -17,7 +17,7 @@ import prefetch_tables
 import promise
 import result_tables
 import troubleshooting
-from hotexperts.observe.names import COUNTERS, PREFIX
+from hotexperts.observe.names import COUNTERS, GAUGES, PREFIX
 from readme_tables import filled
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +61,7 @@ def counters_table() -> str:
     """The counters by the names that Prometheus, Python and JSON have for them."""
     lines = ["| Prometheus | `stats`, JSON | meaning |", "|---|---|---|"]
     lines += [f"| `{PREFIX}{name}_total` | `{name}` | {said} |" for name, said in COUNTERS.items()]
+    lines += [f"| `{PREFIX}{name}`, a gauge | `{name}` | {said} |" for name, said in GAUGES.items()]
     return "\n".join(lines)
 
 

@@ -25,6 +25,13 @@ class CacheStats:
             the next two, where no experts are on disk.
         disk_reads: those that were read from disk.
         disk_bytes: bytes of these reads, whole blocks.
+        prefetches: experts whose copy began before their layer asked; None, like the next four,
+            where nothing is prefetched.
+        prefetch_hits: of them, those that were then asked for and admitted, wholly there or not.
+        prefetch_bytes: bytes copied ahead; they count as moved, too.
+        prefetch_saved_bytes: of these, what the layer took; the others were copied for nothing.
+        prefetching_layers: not a count: 1 while the layer's experts are guessed and its switch is
+            on, else 0; added up, the number of such layers.
     """
 
     calls: int = 0
@@ -39,6 +46,11 @@ class CacheStats:
     ram_hits: int | None = None
     disk_reads: int | None = None
     disk_bytes: int | None = None
+    prefetches: int | None = None
+    prefetch_hits: int | None = None
+    prefetch_bytes: int | None = None
+    prefetch_saved_bytes: int | None = None
+    prefetching_layers: int | None = None
 
     @property
     def demands(self) -> int:
@@ -59,6 +71,13 @@ class CacheStats:
         """The counters by name; those that are not counted are left out."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
+
+    def since(self, earlier: CacheStats) -> CacheStats:
+        """What was counted after an earlier snapshot, and the state as it is now."""
+        then = earlier.as_dict()
+        new = CacheStats(**{n: value - then.get(n, 0) for n, value in self.as_dict().items()})
+        new.prefetching_layers = self.prefetching_layers
+        return new
 
 
 @dataclass(slots=True)

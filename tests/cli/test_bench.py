@@ -16,7 +16,7 @@ from cli.test_page import assert_one_line, texts
 from cli.test_verify import one_wrong_weight  # noqa: F401  # a fixture
 from hotexperts.bench.bound import bound
 from hotexperts.bench.shapes import SHAPES
-from hotexperts.cli.bench_report import bench_report
+from hotexperts.cli.bench_report import _notes, bench_report
 from integrations import zoo
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
@@ -55,6 +55,22 @@ def test_a_model_through_two_caches(saved_model: Path, cli: Cli) -> None:
     full = rows[4]
     assert rows[2]["warm"]["hit_rate"] < full["warm"]["hit_rate"]
     assert rows[2]["warm"]["bytes_per_step"] > full["warm"]["bytes_per_step"]
+
+
+@pytest.mark.interpret
+def test_prefetches_are_counted(saved_model: Path, kernel_device: str, cli: Cli) -> None:
+    argv = ("bench", saved_model, "--expert-cache-size", 3, "--domain", "prose", "--steps", 3)
+    argv += ("--prompt-tokens", 4, "--cache-mode", "device", "--prefetch", "router")
+    data = cli(*argv, "--device", kernel_device, "--json").json
+    row = data["rows"][-1]
+    warm = row["warm"]
+    assert (row["prefetch"], row["verified"]) == ("router", True)
+    issued, used = warm["prefetches_per_step"], warm["prefetch_hits_per_step"]
+    assert issued >= used > 0
+    assert warm["prefetch_bytes_per_step"] == pytest.approx(issued * data["expert_nbytes"])
+    assert warm["prefetch_saved_bytes_per_step"] == pytest.approx(used * data["expert_nbytes"])
+    notes = " ".join(_notes(data))
+    assert f"3 slots, warm, a step: {issued:.1f} experts begun ahead, {used:.1f} used (" in notes
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "deepseek_v4"])
@@ -234,6 +250,7 @@ def test_what_vllm_has_not_is_refused(
         (["--shape", "gpt-oss-20b"], "--device cannot be had with --shape gpt-oss-20b, which vLLM"),
         (["--shape", "OLMoE-1B-7B", "--domain", "code"], "--domain is for a model: leave it out"),
         (["--shape", "OLMoE-1B-7B", "--dtype", "float32"], "--dtype is for a model: leave it out"),
+        (["--shape", "OLMoE-1B-7B", "--prefetch", "router"], "--prefetch is for a model: leave it"),
         (["--shape", "OLMoE-1B-7B", "--layers", 99], "--layers 99: give 1 to 16"),
         (["--shape", "OLMoE-1B-7B", "--traces", "nowhere"], "--traces nowhere: no such file or"),
         (["--domain", "poetry"], "--domain 'poetry': give one of prose, code, mathematics"),

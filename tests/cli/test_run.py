@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_greedy_output_is_the_resident_model_s(
         "packing_report": "",
         "expert_dtype": "none",
         "relative_errors": {},
+        "prefetch": "off",
         "mode": "host",
         "mode_reason": f"host: {why}",
         "reason": f"{size} slots a layer as asked",
@@ -99,9 +101,54 @@ def test_the_device_may_run_the_policy(saved_model: Path, kernel_device: str, cl
     assert "lfu, run by the device" in " ".join(report.out.split())
 
 
-def test_the_report_is_what_the_counters_say(
-    saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.interpret
+def test_prefetches_are_in_every_report(
+    saved_model: Path, kernel_device: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caches = keep_caches(monkeypatch)
+    options = ("--expert-cache-size", 3, "--device", kernel_device, "--cache-mode", "device")
+    command = ("run", saved_model, *options, "--prompt", "def read", "--max-new-tokens", 5)
+    off, data = (cli(*command, "--prefetch", how, "--json").json for how in ("off", "router"))
+    assert (off["cache"]["prefetch"], data["cache"]["prefetch"]) == ("off", "router")
+    assert data["token_ids"] == off["token_ids"]
+    assert not any("prefetch" in name for name in off["stats"])
+    stats, nbytes = data["stats"], caches[1].providers[0].store.form.nbytes
+    assert stats["prefetches"] >= stats["prefetch_hits"] > 0
+    assert stats["prefetch_bytes"] == stats["prefetches"] * nbytes, "interpreted, nothing is cut"
+    assert stats["prefetch_saved_bytes"] == stats["prefetch_hits"] * nbytes
+    first, second = data["layers"]
+    assert (first["prefetches"], first["prefetching_layers"]) == (0, 0), "nobody is before it"
+    assert (second["prefetches"], second["prefetching_layers"]) == (stats["prefetches"], 1)
+    assert stats["prefetching_layers"] == 1
+    issued, used = stats["prefetches"], stats["prefetch_hits"]
+    said = f"{issued} experts begun ahead, {used} of them used"
+    report = " ".join(cli(*command, "--prefetch", "router").out.split())
+    assert f"prefetch {said}" in report
+    assert "1 layers guess now" in report
+    assert "layer hits misses ahead used guessed hit rate" in report
+    assert second["name"] in report, "not cut off"
+    file, page = tmp_path / "run.json", tmp_path / "page.html"
+    file.write_text(json.dumps(data))
+    assert cli("report", file, "-o", page).status == 0
+    assert said in page.read_text()
+    assert re.search(r">off<.*>on<", page.read_text(), flags=re.DOTALL)
+
+
+def test_a_prefetch_that_cannot_take_effect_is_refused(saved_model: Path, cli: Cli) -> None:
+    for options, message in (
+        (("--prefetch", "always"), "prefetch is 'always': use 'off' or 'router'"),
+        (("--prefetch", "router"), "(host: no CUDA device): use prefetch 'off'"),
+        (("--prefetch", "router", "--cache-mode", "host"), "(cache_mode host): use prefetch 'off'"),
+    ):
+        bench = ("bench", "--prompt-tokens", 4, "--steps", 3)
+        for command in (("run", "--prompt", "x"), ("verify",), bench):
+            result = cli(*command, saved_model, "--device", "cpu", *options)
+            assert (result.status, result.out) == (2, ""), command
+            assert message in result.err.splitlines()[-1]
+
+
+def keep_caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The caches of all answers from now on."""
     caches = []
     answer = Session.answer
 
@@ -110,6 +157,13 @@ def test_the_report_is_what_the_counters_say(
         return answer(self, *args, **kwargs)
 
     monkeypatch.setattr(Session, "answer", spy)
+    return caches
+
+
+def test_the_report_is_what_the_counters_say(
+    saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = keep_caches(monkeypatch)
     data = cli(
         "run", saved_model, "--prompt", PROMPT, "--expert-cache-size", 3, "--json", *CPU
     ).json

@@ -459,6 +459,7 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     options += ("--expert-cache-gib", 6.5, "--policy", "lru", "--no-host-memory-check")
     options += ("--expert-cache-state", tmp_path / "state", "--trust-remote-code")
     options += ("--expert-packing", "packed12", "--expert-store", "ram")  # the latter as ever
+    options += ("--prefetch", "router")
     passed = ("--max-num-seqs", "8", "--", "x")
     done = vllm("org/model", *options, "--", *passed, HOTEXPERTS_API_KEY="secret")
     found, key = json.loads(done.stdout)
@@ -466,7 +467,8 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
     expected += ["--served-model-name", "name", "--chat-template", str(template)]
     expected += ["--dtype", "bfloat16", "--max-model-len", "512", "--trust-remote-code"]
     expected += ["--moe-expert-cache-gib", "6.5", "--moe-expert-cache-policy", "lru"]
-    more = {"state": str(tmp_path / "state"), "packing": "packed12", "check_host_memory": False}
+    more = {"state": str(tmp_path / "state"), "packing": "packed12", "prefetch": "router"}
+    more |= {"check_host_memory": False}
     expected += ["--moe-expert-cache-options", json.dumps(more), *passed]
     assert (done.returncode, found, key) == (0, expected, "secret")
     assert "secret" not in done.stderr
@@ -514,6 +516,8 @@ def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
         (("--engine", "vllm"), "--engine vllm: vLLM is not installed"),
         (("--chat-template", "no/such"), "no/such: No such file or directory"),
         (("--policy", "best"), "best"),
+        (("--prefetch", "all"), "prefetch is 'all': use 'off' or 'router'"),
+        (("--prefetch", "router", "--engine", "transformers"), "use prefetch 'off'"),
         (("--served-model-name", " "), "--served-model-name is empty"),
         (("no/such/model", "--engine", "transformers"), "no/such/model"),
     ],

@@ -76,6 +76,29 @@ def test_hits_of_the_shadows_are_shown_where_they_are_counted(cli: Cli) -> None:
     assert cells[1:4] == [["60.0%", "100.0%"], ["50.0%", "-"], ["70.0%", "-"]]
 
 
+def test_prefetches_are_shown_where_there_are_any(cli: Cli) -> None:
+    looks = [0]
+
+    def read() -> dict[int, Any]:
+        looks[0] += 1
+        counts = {"hits": 6, "prefetch_bytes": 10**9, "prefetch_saved_bytes": 75 * 10**7}
+        layer = {name: looks[0] * value for name, value in counts.items()}
+        return {0: {"first": {**layer, "prefetching_layers": 1}, "second": layer}}
+
+    server = MetricsServer(read)
+    try:
+        found = cli("top", server.url, "--interval", 0.1, "--json").json["0"]
+    finally:
+        server.close()
+    assert (found["prefetch_saved_rate"], found["prefetching_layers"]) == (0.75, 1)
+    assert 5 < found["prefetch_gb_s"] < 20.1
+    others = rates({}, {"1": {"hits": 1.0}}, 1.0)["1"]
+    table = command._table({"0": Rates(**found), "1": others}, None)
+    assert [column.header for column in table.columns][-3:] == ["ahead GB/s", "taken", "layers"]
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[-2:] == [["75.0%", "-"], ["1", "-"]]
+
+
 def test_a_counter_that_fell_was_reset() -> None:
     before, after = {"0": {"hits": 90.0, "misses": 9.0}}, {"0": {"hits": 4.0, "misses": 12.0}}
     found = rates(before, after, 2.0)["0"]

@@ -69,6 +69,10 @@ def test_verify_a_cache_that_the_device_manages(
     assert (data["passed"], data["cache_mode"]) == (True, "device")
     assert data["cache_mode_reason"] is None
     assert modes == ["host", "device", "device"], "one look at the model, then each size"
+    ahead = cli("verify", saved_model, *options, *some, "--prefetch", "router", "--json").json
+    assert ahead["passed"]
+    assert ahead["capacities"][1]["stats"]["prefetches"] > 0
+    assert ahead["capacities"][1]["stats"]["misses"] == data["capacities"][1]["stats"]["misses"]
     one = ("--expert-cache-size", 3, "--prompt", "x", "--tokens", 1)
     assert f"{DEFAULT_POLICY} run by the device" in " ".join(
         cli("verify", saved_model, *options, *one).out.split()

@@ -16,7 +16,7 @@ import pytest
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm import metrics
 from hotexperts.observe import exporter, files
-from hotexperts.observe.names import COUNTERS
+from hotexperts.observe.names import COUNTERS, GAUGES
 from hotexperts.stats import CacheStats
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_counter_has_a_meaning() -> None:
-    assert set(COUNTERS) == {field.name for field in fields(CacheStats)}
+    assert {*COUNTERS, *GAUGES} == {field.name for field in fields(CacheStats)}
 
 
 def test_counters_are_read_by_rank_and_strange_files_are_left_alone(folder: Path) -> None:
@@ -97,6 +97,13 @@ def test_a_server_answers_prometheus(folder: Path) -> None:
         counters["b"]["lru_hits"] = 5
         with urllib.request.urlopen(server.url) as answer:
             assert b'hotexperts_lru_hits_total{rank="0"} 5.0' in answer.read()
+        counters["a"] |= {"prefetches": 7, "prefetching_layers": 1}
+        counters["b"] |= {"prefetches": 2, "prefetching_layers": 0}
+        with urllib.request.urlopen(server.url) as answer:
+            text = answer.read().decode()
+        assert 'hotexperts_prefetches_total{rank="0"} 9.0' in text
+        assert "# TYPE hotexperts_prefetching_layers gauge" in text, "it falls, too"
+        assert 'hotexperts_prefetching_layers{rank="0"} 1.0' in text
         port = int(server.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*give another port"):
             exporter.MetricsServer(lambda: {}, port)
@@ -111,4 +118,7 @@ def test_the_dashboard_asks_for_counters_that_exist() -> None:
     asked = re.findall(r"hotexperts_(\w+?)_total", json.dumps(dashboard))
     assert set(asked) <= set(COUNTERS)
     assert {"hits", "misses", "bytes_moved", "lru_hits", "best_shadow_hits"} <= set(asked)
+    assert {"prefetch_bytes", "prefetch_saved_bytes"} <= set(asked)
+    states = re.findall(r"\(hotexperts_(\w+?)\)", json.dumps(dashboard))
+    assert states == list(GAUGES)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -12,8 +12,11 @@ import torch
 from hotexperts.cache import CPUBackingStore
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.prefetch import PrefetchLane
+from hotexperts.integrations.vllm.ranks import fingerprint
 from hotexperts.kernels.gather.ahead import NOBODY, AheadCounter
 from hotexperts.kernels.plan import Counter
+from hotexperts.kernels.prefetch.switch import Switch
+from hotexperts.stats import total
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.interpret
@@ -80,6 +83,9 @@ def test_what_is_guessed_right_is_not_copied_on_demand() -> None:
         assert blocks == saved == issued * layer.prefetch.blocks_per_row
         stats = layer.stats
         assert stats.bytes_moved == stats.misses * layer.store.form.nbytes
+        assert (stats.prefetches, stats.prefetch_hits) == (issued, used)
+        assert stats.prefetch_bytes == issued * layer.store.form.nbytes
+        assert stats.prefetch_saved_bytes == stats.prefetch_bytes
 
 
 def test_wrong_guesses_cost_their_bytes_and_nothing_else() -> None:
@@ -94,6 +100,46 @@ def test_wrong_guesses_cost_their_bytes_and_nothing_else() -> None:
         assert (used, saved) == (0, 0)
         stats = layer.stats
         assert stats.bytes_moved == (stats.misses + issued) * layer.store.form.nbytes
+        assert stats.prefetch_bytes == issued * layer.store.form.nbytes > 0
+        assert (stats.prefetch_hits, stats.prefetch_saved_bytes) == (0, 0)
+
+
+def test_layers_that_are_guessed_and_on_are_counted() -> None:
+    layers = make_layers()
+    assert [layer.stats.prefetching_layers for layer in layers] == [0, 0, 0], "nobody guessed yet"
+    ids = steps(2, seed=4)
+    run(layers, ids[0], ids[0].int())
+    assert [layer.stats.prefetching_layers for layer in layers] == [0, 1, 1], "the first has nobody"
+    before = [layer.stats for layer in layers]
+    layers[2].kernel.switch[Switch.IS_ON] = 0
+    run(layers, ids[1], ids[1].int())
+    stats = [layer.stats for layer in layers]
+    assert stats[2].prefetches == before[2].prefetches, "off, nothing is copied ahead"
+    new = total(now.since(then) for now, then in zip(stats, before, strict=True))
+    assert new.prefetching_layers == 1, "a state is no count"
+    assert new.prefetches == new.prefetch_hits == stats[1].prefetches - before[1].prefetches > 0
+    at_once = torch.stack([layer.counts for layer in layers]).tolist()
+    pairs = zip(layers, at_once, strict=True)
+    assert [layer.stats_of(counts) for layer, counts in pairs] == stats, "as vLLM's workers publish"
+    layers[1].reset_stats()
+    found = layers[1].stats
+    assert (found.prefetches, found.prefetch_bytes, found.prefetching_layers) == (0, 0, 1)
+
+
+def test_without_a_lane_there_are_no_counters_of_it() -> None:
+    store = CPUBackingStore.from_tensors({"w": torch.zeros(4, 8)}, pin=DEVICE == "cuda")
+    alone = DeviceWeightProvider(store, 2, policy="lru", device=DEVICE)
+    assert not any("prefetch" in name for name in alone.stats.as_dict())
+
+
+def test_ranks_are_alike_however_far_prefetches_came() -> None:
+    """Time decides that, on each rank for itself."""
+    first, second = make_layers(), make_layers()
+    for ids in steps(3, seed=5):
+        run(first, ids, ids.int())
+        run(second, ids, torch.full_like(ids, -1).int())
+    assert first[1].stats.prefetches != second[1].stats.prefetches
+    assert fingerprint(first[1]) == fingerprint(second[1])
 
 
 def test_a_reset_forgets_what_came_ahead() -> None:

@@ -172,6 +172,7 @@ def _about(model: Any, size: str) -> Row:
         "capacity": cache.capacity,
         "policy": cache.policy,
         "packing": cache.packing,
+        "prefetch": cache.prefetch,
         "cache_mode": cache.mode,
         "cache_mode_reason": cache.mode_reason,
     }

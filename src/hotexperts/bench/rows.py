@@ -87,6 +87,11 @@ def _hits(
     }
     if decode.disk_bytes is not None:
         row["disk_bytes_per_step"] = decode.disk_bytes / num_steps
+    if decode.prefetches is not None:
+        row["prefetches_per_step"] = decode.prefetches / num_steps
+        row["prefetch_hits_per_step"] = (decode.prefetch_hits or 0) / num_steps
+        row["prefetch_bytes_per_step"] = (decode.prefetch_bytes or 0) / num_steps
+        row["prefetch_saved_bytes_per_step"] = (decode.prefetch_saved_bytes or 0) / num_steps
     if resident_ms is not None:
         prefill_base, step_base = resident_ms
         floor, percent = bound(speed["step_ms"], step_base, missed, link)

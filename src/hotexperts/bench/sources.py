@@ -33,6 +33,7 @@ PROBE = {
     "expert_pack": None,
     "expert_packing": "none",
     "cache_mode": "host",
+    "prefetch": "off",
 }
 
 
@@ -172,13 +173,15 @@ def mode_beyond(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
         options: what `load` will take instead.
 
     Raises:
-        ConfigError: a cache mode or a packing that cannot work here, before the long part begins.
+        ConfigError: a cache mode, a packing or a prefetch that cannot work here, before the long
+            part begins.
     """
     cache = CacheConfig(
         policy=probe.expert_cache.policy,
         store=options["expert_store"],
         mode=options["cache_mode"],
         packing=options["expert_packing"],
+        prefetch=options["prefetch"],
     )
     layouts = [provider.store.layout for provider in probe.expert_cache.providers]
     mode = choose_mode(cache, layouts, probe.device)

@@ -25,6 +25,7 @@ from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.prefetch.launch import Prefetch
+from hotexperts.kernels.prefetch.switch import Switch
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.residency import Residency
 from hotexperts.stats import CacheStats
@@ -100,6 +101,7 @@ class DeviceWeightProvider(StreamingProvider):
             num_programs = num_programs_for([store]) if lane is None else lane.ahead.num_programs
         gather = _gather_layout(store, capacity)
         self._lane = lane
+        self._is_guessed = False
         self.kernel = PlanGather(
             self.plan,
             gather,
@@ -191,6 +193,7 @@ class DeviceWeightProvider(StreamingProvider):
         following = self._next_in_lane
         if following is None or self._lane is None:
             return
+        following._is_guessed = True
         prefetch = following.prefetch
         most = min(math.ceil(GUESSES_A_PAIR * num_pairs), following.store.num_experts)
         self._lane.start(lambda: prefetch(guess(), self.layer, most), hidden)
@@ -209,10 +212,18 @@ class DeviceWeightProvider(StreamingProvider):
     @property
     def stats(self) -> CacheStats:
         """The counters, a snapshot; waits for the device."""
-        return self.stats_of(self.kernel.counters.cpu().tolist())
+        return self.stats_of(self.counts.cpu().tolist())
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Int64, on the device: the kernel's counters; with a lane, whether its switch is on."""
+        counters = self.kernel.counters
+        if self._lane is None:
+            return counters
+        return torch.cat([counters, self.kernel.switch[Switch.IS_ON :][:1].long()])
 
     def stats_of(self, counts: Sequence[int]) -> CacheStats:
-        """The counters as they were when `kernel.counters` held these values."""
+        """The counters as they were when `counts` held these values."""
         has_shadows = self.plan.policy == "adv"
         return CacheStats(
             calls=counts[Counter.CALLS],
@@ -226,7 +237,22 @@ class DeviceWeightProvider(StreamingProvider):
             best_shadow_hits=(
                 max(counts[Counter.SHADOW_HITS : Counter.LRU_HITS]) if has_shadows else None
             ),
+            **self._ahead_of(counts),
         )
+
+    def _ahead_of(self, counts: Sequence[int]) -> dict[str, int]:
+        """Counters of prefetches; none without a lane."""
+        if self._lane is None:
+            return {}
+        *ahead, is_on = counts[Counter.AHEAD :]
+        block_nbytes = self.store.form.nbytes / self.prefetch.blocks_per_row
+        return {
+            "prefetches": ahead[AheadCounter.ISSUED],
+            "prefetch_hits": ahead[AheadCounter.USED],
+            "prefetch_bytes": int(ahead[AheadCounter.BLOCKS] * block_nbytes),
+            "prefetch_saved_bytes": int(ahead[AheadCounter.SAVED] * block_nbytes),
+            "prefetching_layers": int(self._is_guessed and is_on),
+        }
 
     def _bytes_of(self, counts: Sequence[int]) -> int:
         """Over the link: rows copied, less what was there already, and what came ahead."""

@@ -18,7 +18,8 @@ from hotexperts.policy import DEFAULT_POLICY
 
 _OF_SHAPES = {"layers", "traces", "sequences"}
 _OF_DISK = {"expert_ram_gib", "expert_ram_policy", "expert_pack"}
-_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code"}
+# The routers of a shape repeat what was recorded: what they would guess says nothing.
+_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code", "prefetch"}
 _NOT_VLLMS = {"device": ("cuda",), "cache_mode": (AUTO, "device")}  # and what it does anyway
 
 
@@ -75,6 +76,7 @@ def bench(
     expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
+    prefetch: options.PrefetchName = "off",
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     no_resident: Annotated[
         bool,
@@ -126,6 +128,7 @@ def bench(
                 pack=expert_pack,
                 packing=expert_packing,
                 mode=cache_mode,
+                prefetch=prefetch,
                 no_host_memory_check=no_host_memory_check,
             ),
         }

@@ -72,6 +72,11 @@ def _notes(data: Data) -> list[str]:
         "none: every expert resident; missed: bytes a step; bound: see --help",
         f"load: {', '.join(loads)}",
     ]
+    lines += (
+        f"{row['capacity']} slots, warm, a step: {_prefetched(row['warm'])}"
+        for row in rows
+        if "prefetches_per_step" in row.get("warm", {})
+    )
     if data["domains"]:
         lines += (
             f"{row['capacity']} slots, warm hits: "
@@ -80,6 +85,14 @@ def _notes(data: Data) -> list[str]:
             if "groups" in row
         )
     return lines
+
+
+def _prefetched(part: Data) -> str:
+    begun, used = part["prefetches_per_step"], part["prefetch_hits_per_step"]
+    ahead, taken = part["prefetch_bytes_per_step"], part["prefetch_saved_bytes_per_step"]
+    return (
+        f"{begun:.1f} experts begun ahead, {used:.1f} used ({nbytes(ahead)}, {nbytes(taken)} taken)"
+    )
 
 
 def _cells(part: Data) -> list[str]:

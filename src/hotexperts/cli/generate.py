@@ -90,7 +90,7 @@ class Session:
         start = time.perf_counter()
         with quiet_libraries(), torch.no_grad():
             self._model.generate(**inputs, **self._generate_options(), streamer=pieces)
-        layers = [_minus(now, then) for now, then in zip(self._counters(), before, strict=True)]
+        layers = [now.since(then) for now, then in zip(self._counters(), before, strict=True)]
         return {
             **self._describe(),
             "prompt": prompt,
@@ -173,6 +173,7 @@ class Session:
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
                 "expert_dtype": cache.expert_dtype,
+                "prefetch": cache.prefetch,
                 "relative_errors": cache.relative_errors,
                 "mode": cache.mode,
                 "mode_reason": cache.mode_reason,
@@ -203,8 +204,3 @@ class Session:
             "expert_nbytes": cache.expert_nbytes,
             "peak_device_nbytes": peak,
         }
-
-
-def _minus(now: CacheStats, then: CacheStats) -> CacheStats:
-    earlier = then.as_dict()
-    return CacheStats(**{name: value - earlier[name] for name, value in now.as_dict().items()})

@@ -17,10 +17,12 @@ from hotexperts.config import (
     DEFAULT_RAM_POLICY,
     EXPERT_DTYPES,
     PACKINGS,
+    PREFETCHES,
     CacheConfig,
     CacheMode,
     ExpertDtype,
     ExpertPacking,
+    Prefetch,
     gib_to_bytes,
 )
 from hotexperts.errors import CheckpointError, ConfigError
@@ -175,6 +177,15 @@ CacheModeName = Annotated[
         metavar="|".join(CACHE_MODES),
     ),
 ]
+PrefetchName = Annotated[
+    str,
+    typer.Option(
+        "--prefetch",
+        help="While the link is idle, copy what the next layer's router would choose now (router); "
+        "needs kernels that manage the cache.",
+        metavar="|".join(PREFETCHES),
+    ),
+]
 WeightsDtype = Annotated[
     Dtype, typer.Option("--dtype", help="Dtype of the weights; auto is the checkpoint's.")
 ]
@@ -271,12 +282,14 @@ def load_options(
     ram_policy: str = DEFAULT_RAM_POLICY,
     pack: Path | None = None,
     expert_dtype: str = "none",
+    prefetch: str = "off",
 ) -> dict[str, Any]:
     """What `load` takes of the options that commands share, checked without torch.
 
     Raises:
         UnknownNameError: the policy is none.
-        ConfigError: a mode, a packing or a dtype that is none, or that does not go with the others.
+        ConfigError: a mode, a packing, a dtype or a prefetch that is none, or that does not go with
+            the others.
     """
     POLICIES.load(policy)
     given = cast(CacheMode, mode), cast(ExpertPacking, packing)
@@ -289,6 +302,7 @@ def load_options(
         ram_policy=ram_policy,
         pack=None if pack is None else str(pack),
         expert_dtype=cast(ExpertDtype, expert_dtype),
+        prefetch=cast(Prefetch, prefetch),
     )
     return {
         "device": device,
@@ -301,6 +315,7 @@ def load_options(
         "cache_mode": mode,
         "expert_packing": packing,
         "expert_dtype": expert_dtype,
+        "prefetch": prefetch,
         "check_host_memory": not no_host_memory_check,
     }
 

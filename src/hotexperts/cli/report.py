@@ -39,6 +39,7 @@ def run_report(data: Data) -> RenderableType:
         ("experts", _experts(data["stats"])),
         ("shadows", _shadows(data["stats"])),
         ("disk", _disk(data["stats"])),
+        ("prefetch", _prefetch(data["stats"])),
         ("speed", _speed(data)),
         ("GPU memory" if data["device"] != "cpu" else "memory", _device_memory(data["memory"])),
         ("host", _host_memory(data)),
@@ -112,6 +113,18 @@ def _disk(stats: Data) -> str:
     )
 
 
+def _prefetch(stats: Data) -> str:
+    """What was copied ahead, and what it was good for; empty where nothing is."""
+    if "prefetches" not in stats:
+        return ""
+    issued, used, nbytes = (stats[f"prefetch{of}"] for of in ("es", "_hits", "_bytes"))
+    taken = format_bytes(stats["prefetch_saved_bytes"])
+    return (
+        f"{issued} experts begun ahead, {used} of them used ({format_bytes(nbytes)}, {taken} of it "
+        f"taken); {stats['prefetching_layers']} layers guess now"
+    )
+
+
 def _speed(data: Data) -> str:
     seconds = data["seconds"]
     text = (
@@ -149,17 +162,29 @@ def _host_memory(data: Data) -> str:
 
 def _layers(layers: list[Data]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("layer", "hits", "misses", "hit rate", ""):
+    has_prefetch = any("prefetches" in layer for layer in layers)
+    ahead = ("ahead", "used", "guessed") if has_prefetch else ()  # instead of bars: 80 columns
+    for name in ("layer", "hits", "misses", *ahead, "hit rate", *(() if has_prefetch else ("",))):
         table.add_column(name, justify="left" if name in ("layer", "") else "right")
     for layer in layers:
         table.add_row(
             layer["name"],
             str(layer["hits"]),
             str(layer["misses"]),
+            *(_ahead(layer) if has_prefetch else ()),
             _percent(layer["hit_rate"]),
-            ProgressBar(total=1.0, completed=layer["hit_rate"] or 0.0, width=_BAR_WIDTH),
+            *(() if has_prefetch else (_bar(layer["hit_rate"]),)),
         )
     return table
+
+
+def _bar(rate: float | None) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=rate or 0.0, width=_BAR_WIDTH)
+
+
+def _ahead(layer: Data) -> tuple[str, str, str]:
+    is_on = "on" if layer["prefetching_layers"] else "off"
+    return str(layer["prefetches"]), str(layer["prefetch_hits"]), is_on
 
 
 def _percent(rate: float | None) -> str:

@@ -55,6 +55,7 @@ def run(
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
+    prefetch: options.PrefetchName = "off",
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,
     metrics_port: Annotated[
@@ -101,6 +102,7 @@ def run(
             packing=expert_packing,
             expert_dtype=expert_dtype,
             mode=cache_mode,
+            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         _check_draws(temperature, seed)

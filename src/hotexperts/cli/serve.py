@@ -103,6 +103,7 @@ def serve(
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     expert_dtype: options.ExpertDtypeName = "none",
     cache_mode: options.CacheModeName = AUTO,
+    prefetch: options.PrefetchName = "off",
     max_requests: Annotated[
         int,
         typer.Option(
@@ -136,6 +137,7 @@ def serve(
             packing=expert_packing,
             expert_dtype=expert_dtype,
             mode=cache_mode,
+            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         address.check_access(host, api_key)
@@ -198,6 +200,7 @@ def _become_vllm(
     more = vllm.more_options(
         given["expert_cache_state"],
         given["expert_packing"],
+        given["prefetch"],
         check_host_memory=not given["no_host_memory_check"],
     )
     flags |= vllm.cache_flags(size, given["policy"], more)

@@ -37,6 +37,7 @@ def top(
 
     LRU and best: the hits that LRU and the policy's best shadow caches would have had, where the
     policy has shadows. In RAM: of the experts to be copied, those that were not read from disk.
+    Ahead: copied before a layer asked, the part of it that was taken, and the layers that do so.
     vLLM's workers publish about once a second: shorter intervals show nothing new.
     """
     with console.errors_as_one_line(debug):
@@ -65,7 +66,9 @@ def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
     has_disk = any(now.disk_gb_s is not None for now in found.values())
     rest = ("GB/s", "of link", "missed/s", "passed/s", "evicted/s", "waves")
     disk = ("in RAM", "disk GB/s") if has_disk else ()
-    for heading in ("rank", "hits", *shadows, *rest, *disk):
+    has_prefetch = any(now.prefetch_gb_s is not None for now in found.values())
+    ahead = ("ahead GB/s", "taken", "layers") if has_prefetch else ()
+    for heading in ("rank", "hits", *shadows, *rest, *disk, *ahead):
         table.add_column(heading, justify="right")
     for rank, now in sorted(found.items()):
         others = (now.lru_hit_rate, now.best_hit_rate) if knows_shadows else ()
@@ -79,8 +82,14 @@ def _table(found: dict[str, Rates], link_gb_s: float | None) -> Table:
             f"{now.evictions_s:,.0f}",
             _number(now.waves),
             *((_percent(now.ram_hit_rate), _number(now.disk_gb_s)) if has_disk else ()),
+            *(_ahead(now) if has_prefetch else ()),
         )
     return table
+
+
+def _ahead(now: Rates) -> tuple[str, str, str]:
+    layers = "-" if now.prefetching_layers is None else str(now.prefetching_layers)
+    return _number(now.prefetch_gb_s), _percent(now.prefetch_saved_rate), layers
 
 
 def _number(value: float | None) -> str:

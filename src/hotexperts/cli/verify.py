@@ -46,6 +46,7 @@ def verify(
     expert_pack: options.ExpertPack = None,
     expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
     cache_mode: options.CacheModeName = AUTO,
+    prefetch: options.PrefetchName = "off",
     tolerance: Annotated[
         float,
         typer.Option(
@@ -83,6 +84,7 @@ def verify(
             pack=expert_pack,
             packing=expert_packing,
             mode=cache_mode,
+            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         options.check_text(prompt or "", "--prompt")

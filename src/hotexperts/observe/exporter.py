@@ -7,7 +7,7 @@ from typing import Any
 
 from hotexperts.errors import ConfigError
 from hotexperts.observe.files import Counters, total
-from hotexperts.observe.names import COUNTERS, PREFIX
+from hotexperts.observe.names import COUNTERS, GAUGES, PREFIX
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,12 +23,13 @@ class Collector:
         self._read = read
 
     def collect(self) -> Iterator[Any]:
-        """One family for each counter that somebody counts."""
-        from prometheus_client.core import CounterMetricFamily
+        """One family for each counter that somebody counts, and for each gauge."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = {str(rank): total(counters) for rank, counters in self._read().items()}
-        for name, meaning in COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + name, meaning, labels=["rank"])
+        for name, meaning in (COUNTERS | GAUGES).items():
+            kind: Any = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            family = kind(PREFIX + name, meaning, labels=["rank"])
             for rank, sums in found.items():
                 if name in sums:
                     family.add_metric([rank], sums[name])

@@ -18,4 +18,12 @@ COUNTERS = {
     "ram_hits": "Experts to be copied that were in host memory",
     "disk_reads": "Experts that were read from disk",
     "disk_bytes": "Bytes read from disk",
+    # Where experts are prefetched:
+    "prefetches": "Experts whose copy began before their layer asked",
+    "prefetch_hits": "Of them, those that the layer asked for and admitted",
+    "prefetch_bytes": "Bytes copied before the layer asked, among those copied from the store",
+    "prefetch_saved_bytes": "Of them, those that the layer took",
+}
+GAUGES = {  # what is so now; it falls, too
+    "prefetching_layers": "Layers whose experts are guessed and whose switch is on",
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 
 from hotexperts.errors import ConfigError
-from hotexperts.observe.names import COUNTERS, PREFIX
+from hotexperts.observe.names import COUNTERS, GAUGES, PREFIX
 
 TIMEOUT_SECONDS = 5.0
 Totals = dict[str, dict[str, float]]  # rank: counter: value
@@ -29,6 +29,10 @@ class Rates:
         ram_hit_rate: of experts on disk that were to be copied, those in host memory; None where
             none are on disk, or none was to be copied.
         disk_gb_s: read from disk, 10^9 bytes a second; None where no experts are there.
+        prefetch_gb_s: copied before a layer asked, a part of `gb_s`; None, like the next two, where
+            nothing is prefetched.
+        prefetch_saved_rate: the part of these bytes that layers took; None where there were none.
+        prefetching_layers: whose switch is on at the second look.
     """
 
     hit_rate: float | None
@@ -41,6 +45,9 @@ class Rates:
     best_hit_rate: float | None = None
     ram_hit_rate: float | None = None
     disk_gb_s: float | None = None
+    prefetch_gb_s: float | None = None
+    prefetch_saved_rate: float | None = None
+    prefetching_layers: int | None = None
 
 
 def read_totals(url: str) -> Totals:
@@ -68,8 +75,9 @@ def read_totals(url: str) -> Totals:
     found: Totals = {}
     for family in families:
         name = family.name.removeprefix(PREFIX)
-        for sample in family.samples if name in COUNTERS else ():
-            if sample.name.endswith("_total"):
+        is_gauge = name in GAUGES
+        for sample in family.samples if is_gauge or name in COUNTERS else ():
+            if is_gauge or sample.name.endswith("_total"):
                 found.setdefault(sample.labels.get("rank", "0"), {})[name] = sample.value
     if not found:
         raise ConfigError(f"{url} has no counters of an expert cache: is one in use there?")
@@ -91,6 +99,7 @@ def _rates(before: dict[str, float], after: dict[str, float], seconds: float) ->
 
     copied = new("ram_hits") + new("disk_reads")
     demands, calls = new("hits") + new("misses"), new("calls")
+    ahead, has_prefetch = new("prefetch_bytes"), "prefetch_bytes" in after
     return Rates(
         rate("hits"),
         new("bytes_moved") / seconds / 1e9,
@@ -102,4 +111,7 @@ def _rates(before: dict[str, float], after: dict[str, float], seconds: float) ->
         rate("best_shadow_hits"),
         new("ram_hits") / copied if copied else None,
         new("disk_bytes") / seconds / 1e9 if "disk_bytes" in after else None,
+        ahead / seconds / 1e9 if has_prefetch else None,
+        new("prefetch_saved_bytes") / ahead if ahead else None,
+        int(after["prefetching_layers"]) if "prefetching_layers" in after else None,
     )

@@ -60,6 +60,7 @@ def _result(data: Fields) -> list[tuple[str, str]]:
         ),
         ("moved", nbytes(stats.count("bytes_moved"))),
         *_disk(stats),
+        *_prefetch(stats),
         ("decode", UNKNOWN if rate is None else f"{number(rate)} tokens/s"),
         (
             "seconds",
@@ -88,17 +89,35 @@ def _disk(stats: Fields) -> list[tuple[str, str]]:
     return [("from disk", f"{read}; {stats.count('ram_hits'):,} were in memory")]
 
 
+def _prefetch(stats: Fields) -> list[tuple[str, str]]:
+    if "prefetches" not in stats:
+        return []
+    issued, used = stats.count("prefetches"), stats.count("prefetch_hits")
+    taken = nbytes(stats.count("prefetch_saved_bytes"))
+    return [
+        (
+            "prefetched",
+            f"{issued:,} experts begun ahead, {used:,} of them used; "
+            f"{nbytes(stats.count('prefetch_bytes'))}, {taken} of it taken; "
+            f"{stats.count('prefetching_layers')} layers guess at the end",
+        )
+    ]
+
+
 def _num_tokens(data: Fields) -> int:
     ids = data.values.get("token_ids")
     return len(ids) if isinstance(ids, list) else data.refuse("token_ids", "a list")
 
 
 def _layers(data: Fields) -> Markup:
-    names = ("layer", "hits", "misses", "evictions", "moved", "hit rate", "")
-    return table(names, (_cells(layer) for layer in data.parts("layers")))
+    layers = list(data.parts("layers"))
+    has_prefetch = any("prefetches" in layer for layer in layers)
+    ahead = ("ahead", "used", "guessed") if has_prefetch else ()
+    names = ("layer", "hits", "misses", "evictions", "moved", *ahead, "hit rate", "")
+    return table(names, (_cells(layer, has_prefetch=has_prefetch) for layer in layers))
 
 
-def _cells(layer: Fields) -> list[Text]:
+def _cells(layer: Fields, *, has_prefetch: bool) -> list[Text]:
     rate = layer.rate_or_none("hit_rate")
     return [
         layer.text("name"),
@@ -106,9 +125,15 @@ def _cells(layer: Fields) -> list[Text]:
         f"{layer.count('misses'):,}",
         f"{layer.count('evictions'):,}",
         nbytes(layer.count("bytes_moved")),
+        *(_ahead(layer) if has_prefetch else ()),
         percent(rate),
         bar(rate),
     ]
+
+
+def _ahead(layer: Fields) -> list[Text]:
+    is_on = "on" if layer.count("prefetching_layers") else "off"
+    return [f"{layer.count('prefetches'):,}", f"{layer.count('prefetch_hits'):,}", is_on]
 
 
 def _text(data: Fields) -> Markup:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from hotexperts.config import DEFAULT_PACKING, Bytes, CacheSize, ExpertPacking
+from hotexperts.config import DEFAULT_PACKING, Bytes, CacheSize, ExpertPacking, Prefetch
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm.options import flag
 
@@ -34,12 +34,13 @@ def cache_flags(size: CacheSize, policy: str, more: dict[str, Any]) -> Flags:
 
 
 def more_options(
-    state: Path | None, packing: ExpertPacking, *, check_host_memory: bool
+    state: Path | None, packing: ExpertPacking, prefetch: Prefetch, *, check_host_memory: bool
 ) -> dict[str, Any]:
     """What has no flag of its own; only what differs from the plug-in's defaults."""
     return {
         **({} if state is None else {"state": str(state)}),
         **({} if packing == DEFAULT_PACKING else {"packing": packing}),
+        **({} if prefetch == "off" else {"prefetch": prefetch}),
         **({} if check_host_memory else {"check_host_memory": False}),
     }
 

@@ -109,6 +109,7 @@ def attach_stores(
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
         store_reason=store_reason,
+        prefetch=options.cache.prefetch,
     )
 
 

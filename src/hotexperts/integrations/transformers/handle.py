@@ -33,6 +33,7 @@ class ExpertCache:
         store_reason: why the experts are there, and how many are in memory, as "disk: as asked;
             8 of 64 experts a layer in 1.2 GiB of memory"; None where that was asked for and says
             all.
+        prefetch: "router" or "off".
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class ExpertCache:
     banks: tuple[StreamBanks, ...]
     load_seconds: float
     store_reason: str | None = None
+    prefetch: str = "off"
 
     def __repr__(self) -> str:
         experts = min(provider.store.num_experts for provider in self.providers)

@@ -65,7 +65,7 @@ class Publisher:
     def _start_copy(
         providers: list[DeviceWeightProvider],
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        counts = torch.stack([provider.kernel.counters for provider in providers])
+        counts = torch.stack([provider.counts for provider in providers])
         target = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         target.copy_(counts, non_blocking=True)
         event = torch.cuda.Event()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import RanksDifferError
+from hotexperts.kernels.plan import Counter
 
 FACTOR = 6364136223846793005  # odd, so that no word of 64 bits loses what another one had
 
@@ -100,7 +101,9 @@ def fingerprint(provider: StreamingProvider) -> torch.Tensor:
     if not isinstance(provider, DeviceWeightProvider):
         known = json.dumps([provider.state(), provider.stats.as_dict()], sort_keys=True)
         return torch.tensor(zlib.crc32(known.encode()))
-    words = torch.cat([provider.words.long(), provider.kernel.counters])
+    # How far prefetches came is a matter of time, and each rank has its own.
+    counters = provider.kernel.counters[: Counter.AHEAD]
+    words = torch.cat([provider.words.long(), counters])
     # Each word has a factor of its own, so that words that changed places are seen.
     mixed = words * (torch.arange(1, 2 * len(words), 2, device=words.device) * FACTOR)
     return ((mixed ^ (mixed >> 31)) * FACTOR).sum()
