@@ -29,7 +29,8 @@ def blocks() -> dict[str, dict[str, str]]:
         "README.md": {"cards": promise.card_table()},
         "docs/index.md": {"cards": promise.card_table()},
         "docs/policies.md": {"policies": result_tables.policy_tables()},
-        "docs/prefetch.md": prefetch_tables.tables(),
+        "docs/prefetch.md": prefetch_tables.tables()
+        | {"prefetch-decode": result_tables.guesses_table()},
         "docs/metrics.md": {"counters": counters_table()},
         "docs/decisions/index.md": {"decisions": decisions()},
         "docs/parallel.md": {

@@ -147,7 +147,9 @@ def test_a_reset_forgets_what_came_ahead() -> None:
     ids = steps(1, seed=2)[0]
     layers[0].prepare(ids[:1])
     layers[0].guess_next(lambda: scores_of(ids[1]), ids, 4)
+    layers[1].kernel.switch.zero_()
     layers[1].reset()
+    assert layers[1].kernel.switch[Switch.IS_ON] == 1
     lane = layers[1]._lane
     assert lane is not None
     assert (lane.ahead.words == NOBODY).all()

@@ -25,7 +25,7 @@ from hotexperts.kernels.gather.launch import BankFill
 from hotexperts.kernels.plan import Counter, PlanLayout, may_bypass
 from hotexperts.kernels.plan.launch import PlanGather
 from hotexperts.kernels.prefetch.launch import Prefetch
-from hotexperts.kernels.prefetch.switch import Switch
+from hotexperts.kernels.prefetch.switch import Switch, fresh_switch
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.residency import Residency
 from hotexperts.stats import CacheStats
@@ -289,6 +289,7 @@ class DeviceWeightProvider(StreamingProvider):
             if self._lane is not None:  # whose copies read who is where
                 self._lane.clear()
             self.plan.clear(self.kernel.state)
+            self.kernel.switch.copy_(fresh_switch(self.kernel.switch.device))
             self.reset_stats()
 
     @property
