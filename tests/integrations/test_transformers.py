@@ -153,8 +153,8 @@ def test_views_equal_the_general_converter(
     """The fast path (views of the file) against its twin, Transformers' converter."""
     path = checkpoint(family)
     fast = load(path, 8, expert_store="ram")
-    module = "hotexperts.integrations.transformers.checkpoint"
-    monkeypatch.setattr(f"{module}._only_stacks", lambda converter: False)
+    module = "hotexperts.integrations.transformers.compat"
+    monkeypatch.setattr(f"{module}.only_stacks", lambda operations: False)
     slow = load(path, 8, expert_store="ram")
     for a, b in zip(fast.expert_cache.providers, slow.expert_cache.providers, strict=True):
         assert torch.equal(a.store.rows, b.store.rows)

@@ -169,9 +169,16 @@ def test_free_memory_is_what_this_process_may_take(monkeypatch: pytest.MonkeyPat
         "memory_reserved": 300,
         "get_per_process_memory_fraction": 1.0,
     }
+    asked: list[torch.device] = []
+
+    def answer(value: Any) -> Any:
+        return lambda device: (asked.append(device), value)[1]
+
     for name, value in names.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        monkeypatch.setattr(torch.cuda, name, answer(value))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert loading.free_nbytes(torch.device("cuda")) == 600
+    assert {str(device) for device in asked} == {"cuda:1"}, "some of them refuse one without number"
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     assert loading.free_nbytes(torch.device("cuda")) == 300
 
