@@ -152,7 +152,8 @@ def test_two_ranks_cache_their_own_shards(
     with pytest.raises(Exception, match="EngineCore encountered an issue"):
         ranks.generate()
     ranks.close()
-    assert "ranks decided differently in model.layers.0.mlp.experts:" in capfd.readouterr().out
+    said = "".join(capfd.readouterr())  # vLLM logs to one of the two, as its environment says
+    assert "ranks decided differently in model.layers.0.mlp.experts:" in said
 
 
 def test_two_ranks_cache_their_own_experts(checkpoint: Checkpoint, two: Any) -> None:
