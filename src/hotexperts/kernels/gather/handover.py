@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ASKED: tl.constexpr = tl.constexpr(1)  # see `Turn`
-RUNNING: tl.constexpr = tl.constexpr(2)
-DONE: tl.constexpr = tl.constexpr(3)
+from hotexperts.kernels.gather.ahead import Turn
+
+ASKED: tl.constexpr = tl.constexpr(int(Turn.ASKED))
+RUNNING: tl.constexpr = tl.constexpr(int(Turn.RUNNING))
+DONE: tl.constexpr = tl.constexpr(int(Turn.DONE))
 
 
 @triton.jit
