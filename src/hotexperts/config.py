@@ -49,6 +49,7 @@ Prefetch: TypeAlias = Literal["off", "router"]
 PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
 DEFAULT_PACKING: ExpertPacking = AUTO
+FAST_LINK_GB_S = 64.0  # from here on "auto" packs nothing: PCIe 5 with 16 lanes gives less
 ExpertDtype: TypeAlias = Literal["none", "fp8", "int8", "int4"]
 EXPERT_DTYPES: tuple[ExpertDtype, ...] = ("none", "fp8", "int8", "int4")
 

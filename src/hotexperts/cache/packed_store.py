@@ -14,7 +14,7 @@ from hotexperts.cache.host_memory import HostBuffer
 from hotexperts.cache.link import probed_gb_s
 from hotexperts.cache.page_lock import Held
 from hotexperts.cache.store import ExpertStore, RowForm, check_not_empty
-from hotexperts.config import AUTO, CacheConfig, format_bytes
+from hotexperts.config import AUTO, FAST_LINK_GB_S, CacheConfig, format_bytes
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.kernels.gather import packed12
@@ -23,7 +23,6 @@ from hotexperts.kernels.gather.packing import Packing
 
 CHUNK_NBYTES = 1 << 24  # of plain rows that are packed at once
 PEAK = 12  # times as much memory it takes
-FAST_LINK_GB_S = 64.0  # PCIe 5 with 16 lanes gives less; faster ones were never measured
 Chunks: TypeAlias = Callable[[], Iterator[Sequence[torch.Tensor]]]  # tensors [n, *shape] each
 
 

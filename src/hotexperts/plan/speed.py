@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotexperts.config import FAST_LINK_GB_S
 from hotexperts.plan.machine import Machine
 from hotexperts.plan.model import ModelFacts
 from hotexperts.plan.split import Split, demand, part_of
@@ -13,7 +14,6 @@ LOOP_LAYER_MS = 1.4  # in Transformers' own loop there, which launches each kern
 KERNEL_PART_OF_LINK = 0.925  # what copies by a kernel reach of the copy engine's rate
 ENGINE_PART_OF_LINK = 0.99  # what the copy engine reaches of it, which serves prefills
 PACKED_PART = 0.754  # of bf16 experts' bytes cross the link: docs/decisions/0016
-FAST_LINK_GB_S = 64.0  # from which on they do not: `cache.packed_store` measures it
 PART_OF_TFLOPS = 0.2  # what matrix products of a prefill reached on an H200
 ONE_GPU = Split()
 
