@@ -43,12 +43,13 @@ class Benchmark:
     show: Callable[[Row], str] = json.dumps
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def parser(description: str | None, *, needs_traces: bool = True) -> argparse.ArgumentParser:
     """A parser with what every script takes."""
     found = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--traces", type=Path, required=True, help="folder: see docs/traces.md")
+    if needs_traces:
+        found.add_argument("--traces", type=Path, required=True, help="folder: see docs/traces.md")
     found.add_argument("--out", type=Path, help="result file, written after each case")
     found.add_argument("--cases", nargs="*", help="instead of all")
     found.add_argument("--measure", help=argparse.SUPPRESS)

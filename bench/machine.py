@@ -21,11 +21,14 @@ _LINK_NBYTES = 8 * 12_582_912  # experts of OLMoE-1B-7B in bf16
 def describe() -> dict[str, Any]:
     """Machine, driver, versions and commit, as they were when first asked.
 
-    Where the code lies outside of a git checkout, HOTEXPERTS_COMMIT names the commit.
+    Where the code lies outside of a git checkout, HOTEXPERTS_COMMIT names the commit; what else
+    the host was doing is said by HOTEXPERTS_BESIDE.
     """
     commit = os.environ.get("HOTEXPERTS_COMMIT") or first_line(["git", "rev-parse", "HEAD"])
     found = hot.describe()
-    return {"date": found.pop("date"), "commit": commit, **found}
+    beside = os.environ.get("HOTEXPERTS_BESIDE")
+    more = {"beside": beside} if beside else {}
+    return {"date": found.pop("date"), "commit": commit, **more, **found}
 
 
 def link_gb_s() -> float:
