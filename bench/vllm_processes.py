@@ -2,8 +2,8 @@
 
     python bench/vllm_processes.py --out bench/results/vllm-processes.json
 
-4 layers of the Qwen3-30B-A3B shape, random weights, vLLM's own compilation and CUDA graphs, sampling
-at temperature 1 with a seed a sequence. Each of these is a process of its own: "stock" and
+4 layers of the Qwen3-30B-A3B shape, random weights, vLLM's own compilation and CUDA graphs,
+sampling at temperature 1 with a seed a sequence. Each of these is a process of its own: "stock" and
 "stock-again" are the same command; "stock-small-kv" has an eighth of the KV cache;
 "stock-compiled-anew" reads no cache of compiled graphs; "all" has a slot for each of the 128
 experts, "quarter" 32, and "quarter-not-reset" leaves in the slots what warm-up and capture brought.
@@ -68,9 +68,7 @@ def options(case: str) -> dict[str, Any]:
 def answers(engine: vllm_engine.Engine) -> dict[str, Sequences]:
     """By batch: the tokens of each sequence and their log probabilities."""
     prompts = [[(11 * row + 5 * i) % 5000 + 5 for i in range(24)] for row in range(max(BATCHES))]
-    return {
-        f"batch {batch}": engine.generate(prompts[:batch], NUM_TOKENS) for batch in BATCHES
-    }
+    return {f"batch {batch}": engine.generate(prompts[:batch], NUM_TOKENS) for batch in BATCHES}
 
 
 def compare(table: cases.Table) -> dict[str, Any]:
