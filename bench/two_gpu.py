@@ -9,7 +9,8 @@ experts each, and slots for those, so that the same share of the experts is on t
 the wall time of a steady run over its number of steps. The stalls of a row come from a run of its
 own, whose graphs stamp the clock around every all-reduce (bench/stamps.py).
 
-With --seconds, what does not fit is left out, and the result says so.
+With --seconds, what does not fit is left out, and the result says so; "one" has a quarter of the
+time, "tp" half of what is left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,18 @@ WAYS: dict[str, dict[str, Any]] = {
 SHAPE = vllm_engine.QWEN3_30B
 SMALL_SHAPE = {**SHAPE, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
 SMALL_SHAPE |= {"num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 512}
-SHARES = (0.25, 0.5, 1.0, 0.125)  # of the experts in slots; the most important first
+# Of the experts in slots, and whether stalls are recorded; the most important first.
+ROUNDS = (
+    (0.25, False),
+    (1.0, False),
+    (0.25, True),
+    (0.5, False),
+    (1.0, True),
+    (0.5, True),
+    (0.125, False),
+    (0.125, True),
+)
+PARTS_OF_TIME = {"one": 0.25, "tp": 0.5}  # of what is left when a case starts
 BATCHES = {0.25: (1, 8, 32), 0.5: (1, 8, 32), 1.0: (1, 8, 32), 0.125: (1,)}
 STEPS = {1: (40, 100), 8: (16, 30), 32: (8, 16)}  # warm, then timed
 RECORDED_STEPS = {1: (40, 40), 8: (16, 20), 32: (8, 12)}
@@ -84,6 +96,8 @@ def measure(case: str, args: argparse.Namespace) -> cases.Row:
         return links.measure(2)
     if _is_over():
         sys.exit(f"{case}: no time left")
+    left = float(os.environ.get(UNTIL, "inf")) - time.time()
+    os.environ[UNTIL] = str(time.time() + PARTS_OF_TIME.get(case, 1.0) * left)
     shape = SMALL_SHAPE if args.small else SHAPE
     ids = vllm_decode.routing(args.traces, shape["num_hidden_layers"]).numpy().astype("uint8")
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +114,7 @@ def measure(case: str, args: argparse.Namespace) -> cases.Row:
     ranks.close()
     if args.out is not None:
         _part(case, args.out).unlink(missing_ok=True)
-    wanted = [f"{share:.1%} of slots, batch {b}" for share in SHARES for b in BATCHES[share]]
+    wanted = [f"{share:.1%} of slots, batch {b}" for share in BATCHES for b in BATCHES[share]]
     row["left_out"] = [name for name in wanted if name not in row["runs"]]
     return row
 
@@ -144,24 +158,22 @@ def options(case: str, is_small: bool) -> dict[str, Any]:
 def _runs(
     ranks: Any, num_local: int, is_small: bool, *, has_stalls: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row's name and what was found: the speeds of all, then their stalls."""
-    for is_stamped in (False, True) if has_stalls else (False,):
+    """A row's name and what was found: a speed, or the stalls of the same row."""
+    for share, is_stamped in ROUNDS:
+        if is_stamped and not has_stalls:
+            continue
         usual, measure_one = (RECORDED_STEPS, _stalls) if is_stamped else (STEPS, _speed)
-        for share in SHARES:
+        if _is_over():
+            return
+        num_slots = round(share * num_local)
+        ranks.use(num_slots, is_stamped=is_stamped)
+        for batch in BATCHES[share]:
             if _is_over():
                 return
-            num_slots = round(share * num_local)
-            ranks.use(num_slots, is_stamped=is_stamped)
-            for batch in BATCHES[share]:
-                if _is_over():
-                    return
-                steps = (SMALL_STEPS if is_small else usual)[batch]
-                name, found = (
-                    f"{share:.1%} of slots, batch {batch}",
-                    measure_one(ranks, batch, steps),
-                )
-                print(f"{name}: {found}", file=sys.stderr, flush=True)
-                yield name, {"slots": num_slots, **found}
+            steps = (SMALL_STEPS if is_small else usual)[batch]
+            name, found = f"{share:.1%} of slots, batch {batch}", measure_one(ranks, batch, steps)
+            print(f"{name}: {found}", file=sys.stderr, flush=True)
+            yield name, {"slots": num_slots, **found}
 
 
 def _is_over() -> bool:

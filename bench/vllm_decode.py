@@ -53,8 +53,6 @@ BATCHES_BY_SLOTS: dict[int, tuple[int, ...]] = {
     32: (1, 8),
     16: (1,),
 }
-FEW_BATCHES_BY_SLOTS: dict[int, tuple[int, ...]] = {0: (1, 8), 128: (), 96: (8,), 32: (1,)}
-CACHED = {"cache": BATCHES_BY_SLOTS, "prefills": FEW_BATCHES_BY_SLOTS}
 PREFILL_SLOTS = (0, 128, 32)
 STEPS = {1: (60, 200), 8: (40, 80), 32: (20, 40)}  # warm, then timed
 FEW_STEPS = {1: (4, 30), 8: (4, 12), 32: (2, 8)}
@@ -110,9 +108,9 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     ids = routing(args.traces, SHAPE["num_hidden_layers"])
     replay = vllm_engine.Replay(engine, ids)
     row: dict[str, Any] = {"load_seconds": loaded, "link_gb_s": machine.link_gb_s(), "runs": {}}
-    if case in CACHED:
+    if case == "cache":
         row["caches"] = engine.caches.describe()
-        for slots, batches in CACHED[case].items():
+        for slots, batches in BATCHES_BY_SLOTS.items():
             engine.use_slots(slots)
             label = f"{slots} slots" if slots else "resident"
             row["runs"] |= timed(engine, replay, label, batches, slots in PREFILL_SLOTS, STEPS)
@@ -130,7 +128,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
 def options(case: str) -> dict[str, Any]:
     """Of `LLM`."""
     found = {**ENGINE, "compilation_config": GRAPHS, **OFFLOADS.get(case, {})}
-    if case in CACHED:
+    if case == "cache":
         found["moe_expert_cache_size"] = 32
     if case == "eager":
         found |= {"moe_expert_cache_size": 32, "enforce_eager": True}

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process may have asked for its GPUs
 }
 
 

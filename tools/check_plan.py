@@ -3,7 +3,7 @@
     python tools/check_plan.py
 
 Of every row in `bench/results/` that a forecast is made for: decode, prefill and slots of caches in
-vLLM (`vllm-decode.json`, `vllm-promise.json`), prefill and decode in Transformers, in its own loop
+vLLM (`vllm-decode*.json`, `vllm-promise.json`), prefill and decode in Transformers, in its own loop
 and in one CUDA graph (`core-decode.json`, `device-decode.json`, `device-prefill.json`), hit rates
 of recorded routing (`policies.json`), and decode of two GPUs (`two-gpu.json`, where it is there). A
 forecast is a range: how far what was measured is outside of it; where routing was drawn as the
@@ -85,7 +85,8 @@ def main() -> None:
 
 def compare() -> Iterator[Compared]:
     """One row a measurement."""
-    yield from _vllm_decode()
+    yield from _vllm_decode("vllm-decode", PACKED_PART)
+    yield from _vllm_decode("vllm-decode-plain", 1.0)
     yield from _vllm_packed()
     yield from _vllm_promise()
     yield from _transformers()
@@ -94,8 +95,8 @@ def compare() -> Iterator[Compared]:
         yield from compare_ranks(_load("two-gpu"))
 
 
-def _vllm_decode() -> Iterator[Compared]:
-    results = _load("vllm-decode")
+def _vllm_decode(result: str, packed_part: float) -> Iterator[Compared]:
+    results = _load(result)
     facts, found = qwen3(results["shape"]), results["cases"]["cache"]
     machine = _h200(found)
     for name, run in found["runs"].items():
@@ -103,10 +104,12 @@ def _vllm_decode() -> Iterator[Compared]:
         if not what:
             continue
         if what == "prefill":
-            ms = prefill_ms(facts, machine, int(slots), PROMPT_TOKENS)
+            where = facts, machine, int(slots), PROMPT_TOKENS
+            ms = prefill_ms(*where, packed_part=packed_part)
         else:
-            ms = _step_ms(facts, machine, int(slots), int(what.removeprefix("batch ")))
-        yield Compared(f"vllm-decode: {name}", ms, run["ms"], is_drawn=what != "prefill")
+            batch = int(what.removeprefix("batch "))
+            ms = _step_ms(facts, machine, int(slots), batch, packed_part=packed_part)
+        yield Compared(f"{result}: {name}", ms, run["ms"], is_drawn=what != "prefill")
 
 
 def _vllm_packed() -> Iterator[Compared]:
@@ -199,7 +202,10 @@ def compare_ranks(results: dict[str, Any]) -> Iterator[Compared]:
         for name, run in results["cases"].get(way, {}).get("runs", {}).items():
             if "ms" in run:
                 batch = int(name.rsplit(" ", 1)[-1])
-                ms = _step_ms(facts, machine, run["slots"], batch, split=Split(2, way))
+                split = Split(2, way)
+                ms = _step_ms(
+                    facts, machine, run["slots"], batch, split=split, packed_part=PACKED_PART
+                )
                 yield Compared(f"two-gpu: {way}, {name}", ms, run["ms"])
 
 

@@ -14,7 +14,7 @@ TABLES = {
     "packed": "device-decode-packed",
     "prefill": "device-prefill",
     "vllm": "vllm-decode",
-    "prefills": "vllm-prefills",
+    "eager": "vllm-decode-plain",
     "load": "core-load",
     "disk": "tiers-disk",
     "plan": "device-plan",
@@ -80,6 +80,7 @@ CLAIMS = (
         (field("cases/auto-6GiB/tokens_per_s/median", "{:.2f}"),),
     ),
     Claim("vLLM on {} layers", "vllm-decode", (field("shape/num_hidden_layers"),)),
+    Claim("in vLLM {}, random weights", "vllm-decode", (field("machine/versions/vllm"),)),
     Claim(
         "takes {} ms a token, where its own offload takes {}",
         "vllm-decode",
@@ -165,9 +166,7 @@ STATED = {  # no result holds these; where they come from instead
     "507M-parameter model of 64 experts, 8 a token": "about the recording, which is not here",
     "At 4 GiB": "the budget of the rows below",
     "[decision 9]": "a name",
+    "[decision 16]": "a name",
     "in 64 steps after such a prefill": "what `bench/device_prefill.py` does",
-    "in vLLM 0.26.0, random weights": (
-        "`docs/vllm.md`; `vllm-decode.json` does not name vLLM's version"
-    ),
     "and 2000 tokens of prompt": "what `bench/vllm_decode.py` does",
 }

@@ -42,7 +42,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "speed": promise.speed_table(),
             "prompt": promise.prompt_table(),
             "vllm": result_tables.vllm_table(),
-            "prefills": result_tables.prefills_table(),
+            "eager": result_tables.eager_table(),
             "device": result_tables.device_table(),
             "packed": result_tables.packed_table(),
             "decode": result_tables.decode_table(),

@@ -144,19 +144,47 @@ def disk_table() -> str:
 
 def vllm_table() -> str:
     """A step of each batch in the engine without a cache, in the one with it, and offloaded."""
-    ways = {
-        "stock vLLM, every expert on the GPU": ("stock", "stock"),
-        "the same in the engine below": ("cache", "resident"),
-        "128 slots (all)": ("cache", "128 slots"),
-        "96 slots": ("cache", "96 slots"),
-        "64 slots": ("cache", "64 slots"),
-        "32 slots": ("cache", "32 slots"),
-        "16 slots": ("cache", "16 slots"),
-        "vLLM's UVA offload of experts": ("uva", "uva"),
-        "32 slots, host-managed LRU without graphs": ("eager", "eager host, 32 slots"),
-    }
-    columns = ("batch 1", "batch 8", "batch 32", "prefill")
-    cases = load("vllm-decode")["cases"]
+    return _vllm_rows(
+        "vllm-decode",
+        {
+            "stock vLLM, every expert on the GPU": ("stock", "stock"),
+            "the same in the engine below": ("cache", "resident"),
+            "128 slots (all)": ("cache", "128 slots"),
+            "96 slots": ("cache", "96 slots"),
+            "64 slots": ("cache", "64 slots"),
+            "32 slots": ("cache", "32 slots"),
+            "16 slots": ("cache", "16 slots"),
+            "vLLM's UVA offload of experts": ("uva", "uva"),
+        },
+    )
+
+
+def eager_table() -> str:
+    """The host-managed cache without graphs, and what it differs in from the one above."""
+    return _vllm_rows(
+        "vllm-decode-plain",
+        {
+            "32 slots, managed on the GPU, in a graph": ("cache", "32 slots"),
+            "32 slots, managed on the GPU, `lru`, without graphs": (
+                "eager",
+                "eager device, 32 slots",
+            ),
+            "32 slots, managed on the host, `lru`, without graphs": (
+                "eager",
+                "eager host, 32 slots",
+            ),
+            "every expert on the GPU, without graphs": ("eager", "eager resident"),
+        },
+        ("batch 1",),
+    )
+
+
+def _vllm_rows(
+    result: str,
+    ways: dict[str, tuple[str, str]],
+    columns: tuple[str, ...] = ("batch 1", "batch 8", "batch 32", "prefill"),
+) -> str:
+    cases = load(result)["cases"]
     rows = (
         (name, *(vllm_cell(cases[case]["runs"].get(f"{way}, {column}")) for column in columns))
         for name, (case, way) in ways.items()
@@ -189,21 +217,6 @@ def policy_tables() -> str:
             rows.append(cells)
         tables.append(table((trace, *columns), rows))
     return "\n\n".join(tables)
-
-
-def prefills_table() -> str:
-    """The rows that were measured again since prefills are copied by the copy engine."""
-    runs = load("vllm-prefills")["cases"]["prefills"]["runs"]
-    rows = (
-        (
-            name,
-            f"{run['ms']:.1f}",
-            percent(run.get("hit_rate")),
-            percent(run.get("of_link") or None),
-        )
-        for name, run in runs.items()
-    )
-    return table(("", "ms", "hits", "of the link"), rows)
 
 
 def recording_table() -> str:

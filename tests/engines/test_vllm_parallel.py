@@ -70,6 +70,8 @@ def two(options: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # NVLink's multicast
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    if not is_on_cpu(options):  # this process has asked how many GPUs there are
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.syspath_prepend(Path(__file__).parent)  # for workers to find `cpu_worker`
     return options | {"worker_extension_cls": "cpu_worker.ManyRanks"}
 
