@@ -7,7 +7,8 @@ weights, routing replayed (R2), batch 1, a prefill of 128 tokens, then decode st
 cache: one graph replay a step, timed one by one. "resident" is the same engine with every expert on
 the GPU; "auto" is `device_map="auto"` and "host" the host-managed cache (as vLLM PR 37190 proposes:
 LRU in Python, a synchronisation a layer), both with Transformers' eager loop, which they need.
-"prefetch" follows the trace's guesses, of a trained model's next router on the experts' input.
+"prefetch" follows the trace's guesses, of a trained model's next router on the experts' input;
+"perfect" knows what the next layer will ask for.
 Serial floor = resident step + missed bytes / (0.94 x link); percent of bound = max(resident step,
 missed bytes / link) / step.
 """
@@ -36,6 +37,7 @@ CASES = (
     "device-6GiB-adv",
     "device-6GiB-adv-packed12",
     "device-6GiB-adv-packed12-prefetch",
+    "device-6GiB-adv-packed12-perfect",
     "device-all",
 )
 MAX_POSITIONS = 384
@@ -85,14 +87,14 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
             expert_cache_size=64 if size == "all" else size,
             policy=policy,
             expert_packing=packing,
-            prefetch="router" if prefetch == "prefetch" else "off",
+            prefetch="off" if prefetch == "off" else "router",
             cache_mode="device",
             kv_tokens=MAX_POSITIONS,
             device="cuda",
         )
     run = Decode(model, args.traces / olmoe.TRACE)
-    if case.endswith("prefetch"):
-        run.guess()
+    if case.endswith(("prefetch", "perfect")):
+        run.guess(is_perfect=case.endswith("perfect"))
     for sequence in range(args.sequences):
         run.sequence(sequence, args.steps)
     row = {
@@ -141,9 +143,9 @@ class Decode:
         self.last_tokens: list[int] = []
         self.hits = self.misses = self.bytes_moved = 0
 
-    def guess(self) -> None:
-        """Prefetch what was recorded as guesses."""
-        self._replay.guess(self._model)
+    def guess(self, *, is_perfect: bool) -> None:
+        """Prefetch what was recorded as guesses, or what will be asked for."""
+        self._replay.guess(self._model, is_perfect=is_perfect)
 
     def sequence(self, index: int, num_steps: int) -> None:
         """A prefill of 128 tokens and `num_steps` replays."""

@@ -56,7 +56,7 @@ class Replay(replay.Replay):
             scores[1:, 0].scatter_(1, guesses, falling.expand_as(guesses))
             self._scores.copy_(scores)
 
-    def guess(self, model: Any) -> None:
+    def guess(self, model: Any, *, is_perfect: bool = False) -> None:
         """From now on layers guess what was recorded of the same tokens, one sequence at a time.
 
         The guesses are those of a trained model's next router on the experts' input; this one's
@@ -64,7 +64,10 @@ class Replay(replay.Replay):
 
         Args:
             model: made to prefetch, nothing captured yet.
+            is_perfect: layers guess what the next one will ask for instead.
         """
+        if is_perfect:
+            self._guesses = self._ids[:, 1:].transpose(1, 2).cpu()  # as they were recorded
         shape = self._num_layers, 1, SHAPE["num_experts"]
         self._scores = torch.full(shape, -torch.inf, device=self._shown.device)
         blocks = [m for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
