@@ -1,4 +1,4 @@
-"""Where vLLM is held: how a layer gets its weights, which kernels it may take, and its workers."""
+"""Where vLLM is held: how a layer gets its weights, and which kernels it may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hotexperts.errors import UnsupportedModelError, UnsupportedOperationError
+from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm import options
 from hotexperts.integrations.vllm.compat import DIALECTS, check_loaded_names
 from hotexperts.integrations.vllm.options import flag
@@ -78,87 +78,6 @@ def patch_kernels(module: Any) -> None:
 
 def _is_known(experts: Any) -> bool:
     return experts.__name__ in DIALECTS and not experts.is_monolithic()
-
-
-def patch_workers(module: Any) -> None:
-    """Forget what warm-up asked for, publish counters, and let `collective_rpc` read them."""
-    from hotexperts.integrations.vllm.ending import save_all
-    from hotexperts.integrations.vllm.metrics import publishers_of
-    from hotexperts.integrations.vllm.ranks import check_of
-    from hotexperts.integrations.vllm.state_file import save_now_and_then, save_state, start_warm
-
-    def ours(self: Any) -> list[Any]:
-        config = getattr(self, "vllm_config", None)  # missing where a start failed
-        return [caches for caches in models() if caches.config is config]
-
-    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_cached(self.vllm_config, ours(self))
-        for caches in ours(self):
-            caches.give_guesses(self.worker.model_runner.get_model())
-        result = self.worker.compile_or_warm_up_model(*args, **kwargs)
-        for caches in models():
-            caches.reset()
-        for caches in ours(self):
-            start_warm(caches, self.global_rank)
-        return result
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        for caches in ours(self):  # a draft model counts by itself
-            caches.is_in_step = True
-            caches.expect_tokens(scheduler_output.total_num_scheduled_tokens)
-        result = original(self, scheduler_output, *args, **kwargs)
-        for caches in ours(self):
-            caches.is_in_step = False
-            if (check := check_of(caches)) is not None:
-                check.after_step(caches.providers.values())
-            if caches.recorder is not None:
-                caches.recorder.after_step(scheduler_output, self.worker.model_runner)
-            save_now_and_then(caches)
-        for publisher in publishers_of(models(), self.global_rank):
-            publisher.after_step()
-        return result
-
-    def expert_cache_stats(self: Any) -> list[dict[str, dict[str, int]]]:
-        """Counters of this worker's models: each layer's by its name."""
-        return [caches.stats() for caches in models()]
-
-    def expert_cache_memory(self: Any) -> list[dict[str, int]]:
-        """Bytes of this worker's models: of slots, of banks, and of experts in host memory."""
-        return [caches.memory() for caches in models()]
-
-    def save_expert_cache_state(self: Any) -> list[str]:
-        """Save what a restart may keep, where `state` names a file; the files' names."""
-        saved = [save_state(caches) for caches in ours(self)]
-        return [name for name in saved if name is not None]
-
-    def end_expert_trace(self: Any) -> list[str]:
-        """Write the routing so far where `trace` names a file, and no more; the file's name."""
-        ended = [caches.recorder.end() for caches in ours(self) if caches.recorder is not None]
-        return [name for name in ended if name is not None]
-
-    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ours(self):
-            raise UnsupportedOperationError(
-                f"reload_weights does not work with {flag('size')}: the experts in host memory "
-                "would stay the old ones; start the server again"
-            )
-        return self.worker.reload_weights(*args, **kwargs)
-
-    def shutdown(self: Any) -> None:
-        save_all(ours(self))
-        stop(self)
-
-    wrapper: Any = module.WorkerWrapperBase
-    stop = wrapper.shutdown
-    original = wrapper.execute_model
-    wrapper.execute_model = functools.wraps(original)(execute_model)
-    wrapper.compile_or_warm_up_model = compile_or_warm_up_model
-    wrapper.expert_cache_stats = expert_cache_stats
-    wrapper.end_expert_trace = end_expert_trace
-    wrapper.expert_cache_memory = expert_cache_memory
-    wrapper.reload_weights = reload_weights
-    wrapper.save_expert_cache_state = save_expert_cache_state
-    wrapper.shutdown = functools.wraps(stop)(shutdown)
 
 
 def check_cached(config: Any, found: list[Any]) -> None:

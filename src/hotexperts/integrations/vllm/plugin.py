@@ -35,7 +35,7 @@ _PATCHES = {
     "vllm.v1.engine.core": _Patch("ending", "patch_loops"),
     "vllm.v1.engine.utils": _Patch("ending", "patch_processes"),
     "vllm.v1.metrics.prometheus": _Patch("prometheus", "patch"),
-    "vllm.v1.worker.worker_base": _Patch("hooks", "patch_workers"),
+    "vllm.v1.worker.worker_base": _Patch("workers", "patch_workers"),
 }
 
 
