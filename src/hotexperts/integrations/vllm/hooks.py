@@ -123,7 +123,7 @@ def patch_workers(module: Any) -> None:
         return [caches.stats() for caches in models()]
 
     def expert_cache_memory(self: Any) -> list[dict[str, int]]:
-        """Bytes of this worker's models: of slots, of banks, and of experts in host memory."""
+        """This worker's bytes: of slots, banks, lift tables and experts in host memory."""
         return [caches.memory() for caches in models()]
 
     def save_expert_cache_state(self: Any) -> list[str]:
