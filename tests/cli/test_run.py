@@ -136,7 +136,7 @@ def test_prefetches_are_in_every_report(
 
 def test_a_prefetch_that_cannot_take_effect_is_refused(saved_model: Path, cli: Cli) -> None:
     for options, message in (
-        (("--prefetch", "always"), "prefetch is 'always': use 'off' or 'router'"),
+        (("--prefetch", "always"), "prefetch is 'always': use 'off', 'router' or 'lift'"),
         (("--prefetch", "router"), "(host: no CUDA device): use prefetch 'off'"),
         (("--prefetch", "router", "--cache-mode", "host"), "(cache_mode host): use prefetch 'off'"),
     ):

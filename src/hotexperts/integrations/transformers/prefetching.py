@@ -44,8 +44,7 @@ class NextExperts:
     def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
         remedy = "the lift table guesses instead"
         self._router = find_router(model, after, remedy=remedy)
-        parameters = inspect.signature(self._router.module.forward).parameters.values()
-        if sum(p.default is p.empty and p.kind not in _ANY_NUMBER for p in parameters) != 1:
+        if len(inspect.signature(self._router.module.forward).parameters) != 1:
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives more than hidden states to the router of "
                 f"{name_of(model, after)}: {remedy}"
@@ -67,9 +66,6 @@ class NextExperts:
         # Not called as modules are: no hook must take this for the model's own pass.
         logits = self._router.logits_of(self._router.module.forward(rows))
         return logits.reshape(-1, logits.shape[-1]).contiguous()
-
-
-_ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def give_guesses(
