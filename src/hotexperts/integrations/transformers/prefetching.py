@@ -42,12 +42,11 @@ class NextExperts:
     """
 
     def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-        remedy = "the lift table guesses instead"
-        self._router = find_router(model, after, remedy=remedy)
+        self._router = find_router(model, after, remedy="use prefetch='lift'")
         if len(inspect.signature(self._router.module.forward).parameters) != 1:
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives more than hidden states to the router of "
-                f"{name_of(model, after)}: {remedy}"
+                f"{name_of(model, after)}: use prefetch='lift'"
             )
         layers = [find_layer(model, experts) for experts in (before, after)]
         old, new = (None if layer is None else find_norm(layer) for layer in layers)
