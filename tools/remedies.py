@@ -36,7 +36,7 @@ MODULES = {  # for what else a module says
 }
 MESSAGES = {
     "<class> does not say where the router logits of <name> are: <remedy>": (
-        "record without logits or guesses, use prefetch='off', or another model"
+        "record without logits or guesses, use prefetch='lift', or another model"
     ),
     "expert id <demand> in a layer of <num_experts> experts: ids go from 0 to <num_experts>": (
         "give ids of this layer"

@@ -45,8 +45,8 @@ STORE_KINDS: tuple[StoreKind, ...] = ("ram", "file", "disk", "auto")
 CacheMode: TypeAlias = Literal["auto", "host", "device"]
 CACHE_MODES: tuple[CacheMode, ...] = ("auto", "host", "device")
 ExpertPacking: TypeAlias = Literal["auto", "none", "packed12"]
-Prefetch: TypeAlias = Literal["off", "router"]
-PREFETCHES: tuple[Prefetch, ...] = ("off", "router")
+Prefetch: TypeAlias = Literal["off", "router", "lift"]
+PREFETCHES: tuple[Prefetch, ...] = ("off", "router", "lift")
 PACKINGS: tuple[ExpertPacking, ...] = ("auto", "none", "packed12")
 DEFAULT_PACKING: ExpertPacking = AUTO
 FAST_LINK_GB_S = 64.0  # from here on "auto" packs nothing: PCIe 5 with 16 lanes gives less
@@ -158,7 +158,8 @@ class CacheConfig:
             unpack; "auto" does where a GPU's kernels copy what is missed, over a link that is
             slower than they are.
         prefetch: "router" copies, while the link is idle, what the next layer's router makes of
-            this layer's input.
+            this layer's input, or where that does not work what "lift" does: what has followed
+            this layer's experts so far, as counted.
         ram_nbytes: host memory for experts that are on disk; None is half of what is free.
         ram_policy: which of them leaves it: a registered name or "module:Class".
         pack: the pack's file; None is where `hotexperts pack` puts it.
@@ -191,7 +192,7 @@ class CacheConfig:
                 "cache_mode 'device' reads experts from page-locked memory: use expert_store 'ram'"
             )
         if self.prefetch not in PREFETCHES:
-            raise ConfigError(f"prefetch is {self.prefetch!r}: use 'off' or 'router'")
+            raise ConfigError(f"prefetch is {self.prefetch!r}: use 'off', 'router' or 'lift'")
         if self.packing not in PACKINGS:
             raise ConfigError(
                 f"expert_packing is {self.packing!r}: use 'auto', 'none' or 'packed12'"

@@ -111,6 +111,7 @@ def test_prefetches_are_in_every_report(
     off, data = (cli(*command, "--prefetch", how, "--json").json for how in ("off", "router"))
     assert (off["cache"]["prefetch"], data["cache"]["prefetch"]) == ("off", "router")
     assert data["token_ids"] == off["token_ids"]
+    assert off["memory"]["lift_nbytes"] == data["memory"]["lift_nbytes"] == 0
     assert not any("prefetch" in name for name in off["stats"])
     stats, nbytes = data["stats"], caches[1].providers[0].store.form.nbytes
     assert stats["prefetches"] >= stats["prefetch_hits"] > 0
@@ -125,6 +126,7 @@ def test_prefetches_are_in_every_report(
     report = " ".join(cli(*command, "--prefetch", "router").out.split())
     assert f"prefetch {said}" in report
     assert "1 layers guess now" in report
+    assert "lift" not in report
     assert "layer hits misses ahead used guessed hit rate" in report
     assert second["name"] in report, "not cut off"
     file, page = tmp_path / "run.json", tmp_path / "page.html"
@@ -134,9 +136,25 @@ def test_prefetches_are_in_every_report(
     assert re.search(r">off<.*>on<", page.read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.interpret
+def test_lift_tables_are_in_the_report(saved_model: Path, kernel_device: str, cli: Cli) -> None:
+    options = ("--expert-cache-size", 3, "--device", kernel_device, "--cache-mode", "device")
+    command = ("run", saved_model, *options, "--prompt", "def read", "--max-new-tokens", 5)
+    off, data = (cli(*command, "--prefetch", how, "--json").json for how in ("off", "lift"))
+    assert data["cache"]["prefetch"] == "lift"
+    assert data["token_ids"] == off["token_ids"]
+    assert data["stats"]["prefetches"] > 0
+    num_experts = data["cache"]["num_experts"]
+    nbytes = 4 * ((num_experts + 1) ** 2 + (num_experts + 2) * num_experts)
+    assert data["memory"]["lift_nbytes"] == nbytes, "of one pair of layers"
+    report = cli(*command, "--prefetch", "lift")
+    assert f"{nbytes} B lift tables, " in " ".join(report.out.split())
+    assert report.err == ""
+
+
 def test_a_prefetch_that_cannot_take_effect_is_refused(saved_model: Path, cli: Cli) -> None:
     for options, message in (
-        (("--prefetch", "always"), "prefetch is 'always': use 'off' or 'router'"),
+        (("--prefetch", "always"), "prefetch is 'always': use 'off', 'router' or 'lift'"),
         (("--prefetch", "router"), "(host: no CUDA device): use prefetch 'off'"),
         (("--prefetch", "router", "--cache-mode", "host"), "(cache_mode host): use prefetch 'off'"),
     ):

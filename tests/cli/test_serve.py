@@ -516,7 +516,7 @@ def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
         (("--engine", "vllm"), "--engine vllm: vLLM is not installed"),
         (("--chat-template", "no/such"), "no/such: No such file or directory"),
         (("--policy", "best"), "best"),
-        (("--prefetch", "all"), "prefetch is 'all': use 'off' or 'router'"),
+        (("--prefetch", "all"), "prefetch is 'all': use 'off', 'router' or 'lift'"),
         (("--prefetch", "router", "--engine", "transformers"), "use prefetch 'off'"),
         (("--served-model-name", " "), "--served-model-name is empty"),
         (("no/such/model", "--engine", "transformers"), "no/such/model"),

@@ -227,7 +227,7 @@ def test_models_that_cannot_be_recorded(
         )
         assert_one_line(cli(*argv, "--guesses"), "mlp.experts are: record without guesses")
     with monkeypatch.context() as patch:
-        patch.setattr("hotexperts.integrations.transformers.compat.NORMS_BEFORE_EXPERTS", ())
+        patch.setattr("hotexperts.integrations.norms.NORMS_BEFORE_EXPERTS", ())
         assert_one_line(
             cli(*argv, "--guesses"),
             "OlmoeForCausalLM does not name the norm before the router of model.layers.1.mlp.exp",

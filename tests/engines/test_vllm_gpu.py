@@ -234,13 +234,16 @@ def test_graph_modes_equal_resident(how: dict[str, Any], tmp_path: Path) -> None
         assert_same(runs(engine), expected, is_exact=True)
 
 
-@pytest.mark.parametrize("name", ["bf16", "gptq-int4", "mxfp4"])
-def test_prefetching_equals_resident(name: str, tmp_path: Path) -> None:
-    """The next gate guesses, in eager steps and in full graphs, right and wrong."""
-    options = {"packing": "auto", "prefetch": "router"}
+@pytest.mark.parametrize(
+    ("name", "prefetch"),
+    [("bf16", "router"), ("gptq-int4", "router"), ("mxfp4", "router"), ("bf16", "lift")],
+)
+def test_prefetching_equals_resident(name: str, prefetch: str, tmp_path: Path) -> None:
+    """The next gate guesses, in eager steps and in full graphs, right and wrong; or the table."""
+    options = {"packing": "auto", "prefetch": prefetch}
     engine = start(tmp_path, name, moe_expert_cache_options=options)
     layers = list(engine.caches.layers.values())
-    assert all(layer.guess is not None for layer in layers[:-1])
+    assert all((layer.guess is None) == (prefetch == "lift") for layer in layers[:-1])
     engine.use_slots(0)
     expected = runs(engine)
     for capacity in (8, 5):

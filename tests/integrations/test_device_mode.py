@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
 import hotexperts.transformers as hot
 from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.errors import ConfigError, UnsupportedModelError
+from hotexperts.errors import ConfigError
 from hotexperts.integrations.transformers import compat
+from hotexperts.integrations.transformers.experts import _capturable_op
 from hotexperts.integrations.transformers.prefetching import NextExperts
+from hotexperts.integrations.transformers.recording import RoutingRecorder
 from hotexperts.kernels.gather.packed12 import Packed12
 from hotexperts.kernels.plan import Counter
+from hotexperts.predict.cross_lift import CrossLift
 from integrations import zoo
 
 pytest.importorskip("triton")
@@ -215,15 +219,6 @@ def test_a_prefetch_without_kernels_is_refused_before_anything_is_read(
         hot.load(checkpoint, prefetch="router", device="cpu", expert_cache_size=2, **options)
 
 
-def test_a_prefetch_without_a_router_is_refused_before_anything_is_read(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "router_kinds", lambda model: [])
-    monkeypatch.setattr(LOADING, "take_parameters", None)
-    with pytest.raises(UnsupportedModelError, match=r"does not say where .*: use prefetch='off'"):
-        load(checkpoint, 2, "device", prefetch="router")
-
-
 def test_an_attach_that_is_refused_leaves_the_model_as_it_was(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
@@ -244,14 +239,99 @@ def test_auto_packs_only_where_kernels_copy(checkpoint: Path) -> None:
 def test_prefetching_changes_no_token(checkpoint: Path) -> None:
     prompt = zoo.sample_ids(batch=1, length=6).to(DEVICE)
     found = {}
-    for prefetch in ("off", "router"):
+    for prefetch in ("off", "router", "lift"):
         model = load(checkpoint, 3, "device", prefetch=prefetch)
         found[prefetch] = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    assert torch.equal(found["off"], found["router"])
-    first, second = model.expert_cache.providers[:2]
-    assert not any(first.kernel.counters[Counter.AHEAD :].tolist())
-    issued, _, used, _ = second.kernel.counters[Counter.AHEAD :].tolist()
-    assert issued >= used > 0
+        assert torch.equal(found["off"], found[prefetch])
+        first, second = model.expert_cache.providers[:2]
+        assert not any(first.kernel.counters[Counter.AHEAD :].tolist())
+        issued, _, used, _ = second.kernel.counters[Counter.AHEAD :].tolist()
+        assert issued >= used > 0 or prefetch == "off"
+        assert (model.expert_cache.lift_nbytes > 0) == (prefetch == "lift")
+
+
+def without_routers(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(compat, "router_kinds", lambda model: [])
+    return "does not say where the router logits"
+
+
+def routers_that_want_more(monkeypatch: pytest.MonkeyPatch) -> str:
+    original = OlmoeTopKRouter.forward
+    more = lambda self, hidden_states, bias=None: original(self, hidden_states)  # noqa: E731
+    monkeypatch.setattr(OlmoeTopKRouter, "forward", more)
+    return "gives more than hidden states to the router of model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize("lacking", [without_routers, routers_that_want_more])
+def test_where_no_router_guesses_the_lift_table_does_and_says_so(
+    lacking: Any,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reason = lacking(monkeypatch)
+    model = load(checkpoint, 3, "device", prefetch="router")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "prefetch 'router' guesses by 'lift'" in record.message
+    assert reason in record.message
+    first = model.model.layers[0].mlp.experts._hotexperts
+    assert first.guess is None
+    assert first.provider.lift is not None
+    model.generate(zoo.sample_ids(batch=1, length=6).to(DEVICE), max_new_tokens=6, do_sample=False)
+    assert model.expert_cache.stats.prefetches
+
+
+def test_lift_is_a_choice_that_says_nothing(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(checkpoint, 3, "device", prefetch="lift")
+    assert not caplog.records
+    first, last = (layer.mlp.experts._hotexperts for layer in model.model.layers)
+    assert first.guess is last.guess is None
+    assert first.provider.lift is not None
+    assert last.provider.lift is None, "nobody comes after it"
+
+
+@torch.no_grad()
+def test_what_a_model_asked_for_is_counted_until_a_reset(checkpoint: Path) -> None:
+    """A prefill of 70 tokens and a step of decode: the specification on the recorded ids."""
+    model = load(checkpoint, 3, "device", prefetch="lift")
+    table = model.expert_cache.providers[0].lift
+    fresh = table.rows.clone()
+    spec = CrossLift(2, zoo.NUM_EXPERTS, zoo.TOP_K)
+    tokens = zoo.sample_ids(batch=1, length=71).to(DEVICE)
+    with RoutingRecorder(model) as recorder:
+        seen = model(input_ids=tokens[:, :-1], use_cache=True)
+        assert not model.expert_cache.stats.prefetches, "a prefill guesses nothing"
+        model(input_ids=tokens[:, -1:], past_key_values=seen.past_key_values)
+        found = recorder.take()
+    assert found is not None
+    for ids in found.ids.tolist():
+        for layer in (0, 1):
+            spec.observe(layer, ids[layer])
+    assert table.counts[-1, -1] == 71
+    assert torch.equal(table.counts[:-1, :-1].cpu(), torch.from_numpy(spec.together[1]))
+    model.expert_cache.reset_stats()
+    assert table.counts[-1, -1] == 71
+    model.expert_cache.reset()
+    assert torch.equal(table.rows, fresh)
+
+
+@torch.no_grad()
+def test_compiled_code_may_overwrite_ids_that_are_counted_later(checkpoint: Path) -> None:
+    """As Inductor does with buffers that nobody needs: the operator's caller owns them."""
+    model = load(checkpoint, 3, "device", prefetch="lift")
+    first, last = (layer.mlp.experts._hotexperts for layer in model.model.layers)
+    hidden = torch.randn(2, zoo.HIDDEN_SIZE, dtype=model.dtype, device=DEVICE)
+    weights = torch.ones(2, 2, device=DEVICE)
+    ids = torch.tensor([[0, 1], [2, 3]], device=DEVICE)
+    _capturable_op(hidden, ids, weights, first.key)
+    ids.fill_(7)
+    _capturable_op(hidden, torch.tensor([[4, 5], [4, 6]], device=DEVICE), weights, last.key)
+    counts = first.provider.lift.counts
+    assert counts[:-1, -1].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert counts[0, 4:7].tolist() == [1, 1, 0]
 
 
 def test_the_next_router_guesses_by_its_own_norm(checkpoint: Path) -> None:
@@ -270,7 +350,7 @@ def test_the_next_router_guesses_by_its_own_norm(checkpoint: Path) -> None:
 
 def test_a_prefetch_that_cannot_work_is_refused(checkpoint: Path) -> None:
     for options, message in (
-        ({"prefetch": "always"}, "prefetch is 'always': use 'off' or 'router'"),
+        ({"prefetch": "always"}, "prefetch is 'always': use 'off', 'router' or 'lift'"),
         ({"cache_mode": "host"}, r"\(cache_mode host\): use prefetch 'off'"),
         ({"policy": "slru"}, r"\(host: policy 'slru' has no kernel\): use prefetch 'off'"),
     ):

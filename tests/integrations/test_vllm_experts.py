@@ -12,8 +12,10 @@ from torch import nn
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.prefetch import PrefetchLane
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations.vllm import prefetching
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.self_test import (
     SelfTest,
@@ -98,6 +100,69 @@ def make_call(layer: Any, num_tokens: int, seed: int, **changes: Any) -> dict[st
     call = {name: tensor.to(DEVICE) for name, tensor in call.items()}
     weights = {"w1": layer.w13_weight, "w2": layer.w2_weight, "expert_map": None}
     return call | weights | {"apply_router_weight_on_input": False} | changes
+
+
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, CachedFusedExperts]]:
+    """In a lane, the first guesses by its lift table: module, experts, cache of each."""
+    monkeypatch.setattr(prefetching, "spans_layers", lambda: True)  # asks vLLM
+    lane, made = None, []
+    for _ in range(2):
+        layer = make_layer()
+        experts = TritonLikeExperts(layer.w2_bias)
+        parameters = per_expert_parameters(layer, experts, E)
+        tensors = {name: p.data for name, p in parameters.items()}
+        store = CPUBackingStore.from_tensors(tensors, pin=DEVICE == "cuda")
+        lane = lane or PrefetchLane(store.layout, 16, torch.device(DEVICE))
+        provider = DeviceWeightProvider(store, 4, device=DEVICE, lane=lane)
+        for buffer in [provider.slot_buffer, *(provider._banks.buffers if provider._banks else [])]:
+            buffer.zero_()
+        hide_parameters(layer, torch.device(DEVICE))
+        made.append((layer, experts, CachedFusedExperts(provider, experts, parameters, "map", 8)))
+    first, second = (cache.provider for _, _, cache in made)
+    assert isinstance(first, DeviceWeightProvider)
+    assert isinstance(second, DeviceWeightProvider)
+    first.next_provider = second
+    first.guess_by_lift(K)
+    return made
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_layers_that_guess_by_lift_equal_the_full_kernel(
+    is_quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, and prefills, which are counted alone; a router is not asked about codes."""
+    layers, full = two_layers(monkeypatch), make_layer()
+    reference, tokens = TritonLikeExperts(full.w2_bias), 0
+    if is_quantised:
+        monkeypatch.setattr(prefetching, "may_be_routed", lambda hidden: False)
+        layers[0][2].guess = lambda hidden: pytest.fail("not of codes")
+    second: Any = layers[1][2].provider
+    for seed, num_tokens in enumerate((11, 1, 2, 1, 11, 3, 1)):
+        before = second.stats.prefetches
+        for layer, experts, _ in layers:
+            expected, call = (make_call(module, num_tokens, seed) for module in (full, layer))
+            reference.apply(**expected)
+            experts.apply(**call)
+            assert torch.equal(call["output"], expected["output"])
+        tokens += num_tokens
+        assert layers[0][2].provider.lift.counts[-1, -1] == tokens
+        assert second.stats.prefetches == before or num_tokens <= 8
+    assert second.stats.prefetch_hits > 0
+
+
+@pytest.mark.interpret
+def test_a_graph_that_ends_between_layers_neither_guesses_nor_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = two_layers(monkeypatch)
+    monkeypatch.setattr(prefetching, "spans_layers", lambda: False)
+    for seed in range(3):
+        for layer, experts, _ in layers:
+            experts.apply(**make_call(layer, 2, seed))
+    first, second = (cache.provider for _, _, cache in layers)
+    assert second.stats.prefetches == 0
+    assert not first.lift.counts.any()
 
 
 @pytest.mark.interpret

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm import options
-from hotexperts.integrations.vllm.prefetching import check_prefetch, find_gate, give_guesses
+from hotexperts.integrations.vllm.caches import ModelCaches
+from hotexperts.integrations.vllm.prefetching import (
+    check_prefetch,
+    find_gate,
+    give_guesses,
+    may_be_routed,
+)
 
 H, E = 6, 4
 
@@ -57,7 +64,7 @@ def model_of(num_layers: int, norm: type[Norm] = Norm, without: int = -1) -> tup
 
 def test_the_next_gate_guesses_by_its_own_norm() -> None:
     model, cached = model_of(3)
-    assert give_guesses(model, cached) == 2
+    assert give_guesses(model, cached) == []
     before, after = model.layers[0], model.layers[1]
     plain = torch.randn(5, H)
     found = cached["layers.0.mlp.experts"].guess(plain * before.post_attention_layernorm.weight)
@@ -76,11 +83,62 @@ def test_norms_whose_weights_count_from_one_are_left_out() -> None:
 
 def test_layers_without_a_gate_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model, cached = model_of(3, without=1)
-    assert give_guesses(model, cached) == 1
+    assert give_guesses(model, cached) == ["layers.0.mlp.experts"]
     assert cached["layers.0.mlp.experts"].guess is None
     assert cached["layers.1.mlp.experts"].guess is not None
     (record,) = caplog.records
-    assert "no gate is found beside layers.1.mlp.experts: nothing is prefetched" in record.message
+    assert "no gate is found beside layers.1.mlp.experts: the lift table" in record.message
+
+
+class FakeProvider(DeviceWeightProvider):
+    """Takes part in nothing but who guesses."""
+
+    def __init__(self) -> None:
+        self.store: Any = SimpleNamespace(num_experts=E)
+        self.top_k = 0
+
+    def guess_by_lift(self, top_k: int) -> None:
+        self.top_k = top_k
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "without", "by_lift", "is_said"),
+    [
+        ("router", 1, [4, 0, 0], True),
+        ("router", -1, [0, 0, 0], False),
+        ("lift", -1, [4, 4, 4], False),
+    ],
+)
+def test_the_lift_table_guesses_where_told_to_or_where_there_is_no_gate(
+    prefetch: str,
+    without: int,
+    by_lift: list[int],
+    is_said: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, cached = model_of(3, without=without)
+    for layer in cached.values():
+        layer.provider = FakeProvider()
+    caches = ModelCaches(options.parse({"size": 4, "options": {"prefetch": prefetch}}), None)
+    caches.layers, caches._top_k = cached, 4
+    caches.give_guesses(model)
+    assert [layer.provider.top_k for layer in cached.values()] == [0, 0, 0], "without a lane"
+    caches._lanes = {None: None}  # type: ignore[dict-item]
+    caches.give_guesses(model)
+    assert [layer.provider.top_k for layer in cached.values()] == by_lift
+    has_gate = [layer.guess is not None for layer in cached.values()]
+    assert has_gate == [prefetch == "router" and not top_k for top_k in by_lift[:2]] + [False]
+    assert bool(caplog.records) == is_said
+    draft = ModelCaches(caches.options, None, target=caches)
+    draft.layers, draft._lanes = cached, caches._lanes
+    draft.give_guesses(nn.Module())  # which has no gates
+    assert [layer.provider.top_k for layer in cached.values()] == by_lift
+
+
+def test_quantised_activations_are_not_for_a_router() -> None:
+    assert may_be_routed(torch.zeros(1, 2, dtype=torch.bfloat16))
+    assert not may_be_routed(torch.zeros(1, 2, dtype=torch.uint8))
+    assert not may_be_routed(torch.zeros(1, 2).to(torch.float8_e4m3fn))
 
 
 def test_two_that_could_be_the_gate_are_none() -> None:
@@ -105,9 +163,10 @@ def test_where_nothing_can_be_prefetched_it_is_refused(
         changes = {"compilation_config": SimpleNamespace(cudagraph_mode=piecewise)}
     usual = {"parallel_config": SimpleNamespace(enable_expert_parallel=False)}
     config = SimpleNamespace(**usual | changes)
-    wanted = options.parse({"size": 4, "options": {"prefetch": "router"}})
-    with pytest.raises(ConfigError, match=message):
-        check_prefetch(config, wanted)
+    for prefetch in ("router", "lift"):
+        wanted = options.parse({"size": 4, "options": {"prefetch": prefetch}})
+        with pytest.raises(ConfigError, match=f"prefetch '{prefetch}' .*{message}"):
+            check_prefetch(config, wanted)
     check_prefetch(config, options.parse({"size": 4}))
 
 

@@ -74,7 +74,7 @@ if name == "prefetch":
     launch, kernel = Prefetch(plan, ahead, gather, rows), prefetch_kernel
 constants = dict(launch._constants)
 if name == "prefetch":
-    constants["NUM_GUESSES"] = 4
+    constants |= {"NUM_GUESSES": 4, "HAS_NUM_VALID": True}
 if name == "plan":
     constants |= {"HAS_NUM_VALID": True, "HAS_COUNTS": False, "BLOCK_N": 8}
 print(json.dumps(compiled(kernel, constants, capability)))

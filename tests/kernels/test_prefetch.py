@@ -137,9 +137,13 @@ def test_kernel_and_twin_agree(packs: bool | Scaled) -> None:
         scores[0, step] = [-torch.inf, torch.nan, torch.inf][step % 3]
         num_guesses = draw.choice([1, 4, NUM_EXPERTS])
         layer.turn(LAYER - 1, Turn.ASKED)
-        layer.prefetch(scores.to(DEVICE), LAYER - 1, num_guesses)
+        num_valid = draw.choice([None, 0, 1, 2, 1 << 24])
+        valid = None if num_valid is None else torch.tensor([num_valid], dtype=torch.int32)
+        on_device = valid if valid is None else valid.to(DEVICE)
+        layer.prefetch(scores.to(DEVICE), LAYER - 1, num_guesses, on_device)
         where = twin, layer.rows_ahead, layer.rows.cpu()
-        issued += naive.prefetch(*where, scores, layer.slot_of(), LAYER, num_guesses)
+        how = layer.slot_of(), LAYER, num_guesses, num_valid
+        issued += naive.prefetch(*where, scores, *how)
         assert torch.equal(layer.ahead.buffer.cpu(), twin.buffer)
         columns = [Word.TURN, *range(Word.EXPERTS, Word.EXPERTS + NUM_ROWS)]
         assert torch.equal(layer.ahead.words.cpu()[:, columns], twin.words[:, columns])

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 
-from hotexperts.cache import CPUBackingStore
+from hotexperts.cache import CPUBackingStore, ExpertWeightResult
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.prefetch import PrefetchLane
 from hotexperts.integrations.vllm.ranks import fingerprint
-from hotexperts.kernels.gather.ahead import NOBODY, AheadCounter
+from hotexperts.kernels.gather.ahead import NOBODY, AheadCounter, Word
 from hotexperts.kernels.plan import Counter
 from hotexperts.kernels.prefetch.switch import Switch
+from hotexperts.predict.cross_lift import CrossLift
 from hotexperts.stats import total
 
 pytest.importorskip("triton")
@@ -155,6 +159,158 @@ def test_a_reset_forgets_what_came_ahead() -> None:
     assert (lane.ahead.words == NOBODY).all()
     lane.ahead.buffer.fill_(-7)
     run(layers, ids, torch.full_like(ids, -1).int())
+
+
+def by_lift(num_values: int = 24) -> list[DeviceWeightProvider]:
+    layers = make_layers(num_values)
+    for layer in layers:
+        layer.guess_by_lift(4)
+    assert [layer.lift is not None for layer in layers] == [True, True, False]
+    return layers
+
+
+def ask(
+    layers: Sequence[DeviceWeightProvider], ids: torch.Tensor, *, prefill: bool = False
+) -> list[ExpertWeightResult]:
+    """One step as an engine has it; layer l asks for ids[l], `[T, K]`."""
+    found = []
+    for layer, wanted in zip(layers, ids, strict=True):
+        with closing(layer.waves(wanted, prefill=prefill)) as waves:
+            found.append(next(waves))
+            layer.look_ahead(wanted, wanted, None, prefill=prefill)
+    return found
+
+
+def test_lift_tables_prefetch_what_their_specification_ranks_first() -> None:
+    """And take what they learned from the step before at the earliest."""
+    layers, spec = by_lift(), CrossLift(NUM_LAYERS, NUM_EXPERTS, 4)
+    draw = torch.Generator().manual_seed(6)
+    for topic in torch.randint(0, 3, (12,), generator=draw).tolist():
+        step = [
+            [(4 * topic + 5 * number + n) % NUM_EXPERTS for n in range(4)] for number in (0, 1, 2)
+        ]
+        slots = [layer.slot_of for layer in layers]
+        before = [ahead(layer)[AheadCounter.ISSUED] for layer in layers]
+        wanted = []
+        for number, demand in enumerate(step):
+            spec.observe(number, demand)
+            if number + 1 < NUM_LAYERS:
+                order = np.argsort(-spec.guess(number + 1), kind="stable")[:6].tolist()
+                wanted.append([e for e in order if slots[number + 1][e] < 0][:2])
+        ask(layers, torch.tensor(step, device=DEVICE).unsqueeze(1))
+        for layer, then, guessed in zip(layers[1:], before[1:], wanted, strict=True):
+            assert ahead(layer)[AheadCounter.ISSUED] - then == len(guessed)
+        lane = layers[0]._lane
+        assert lane is not None
+        experts = lane.ahead.words[0, Word.EXPERTS :].tolist()
+        assert experts[: len(wanted[-1])] == wanted[-1]
+    for number, layer in enumerate(layers[:-1]):
+        assert layer.lift is not None
+        counted = layer.lift.counts[:-1, :-1].cpu()
+        assert torch.equal(counted, torch.from_numpy(spec.together[number + 1]))
+    assert sum(ahead(layer)[AheadCounter.USED] for layer in layers) > 6
+
+
+def test_a_prefill_is_counted_and_guesses_nothing() -> None:
+    layers = by_lift()
+    ids = torch.stack([steps(9, seed=number)[:, number] for number in range(NUM_LAYERS)])
+    ask(layers, ids, prefill=True)
+    assert [ahead(layer)[AheadCounter.ISSUED] for layer in layers] == [0, 0, 0]
+    for layer in layers[:-1]:
+        assert layer.lift is not None
+        assert layer.lift.counts[-1, -1] == 9
+
+
+def test_padding_is_neither_counted_nor_guessed_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured call's tokens beyond the count on the device."""
+    count = TokenCount(torch.device(DEVICE))
+    monkeypatch.setattr(count, "of_this_call", lambda: count._in_graphs)
+    ids = steps(5, seed=7).transpose(0, 1).contiguous()
+    padded, plain = by_lift(), by_lift()
+    for layer in padded:
+        layer.token_count = count
+    for _ in range(4):
+        count.expect(2)
+        ask(padded, ids)
+        ask(plain, ids[:, :2])
+    for one, other in zip(padded, plain, strict=True):
+        assert one.slot_of == other.slot_of
+        if one.lift is not None and other.lift is not None:
+            assert torch.equal(one.lift.counts, other.lift.counts)
+            assert one.lift.counts[-1, -1] == 8
+    some, scores = padded[1], torch.zeros(5, NUM_EXPERTS, device=DEVICE)
+    absent = [e for e, slot in enumerate(some.slot_of) if slot < 0]
+    scores[:, absent[3]] = 1  # but it is padding that says so
+    scores[:2, absent[3]] = -1
+    scores[:2, absent[2]] = 0.5
+    with closing(padded[0].waves(ids[0])) as waves:
+        next(waves)
+        padded[0].look_ahead(ids[0], scores, lambda hidden: hidden)
+    lane = some._lane
+    assert lane is not None
+    assert lane.ahead.words[0, Word.EXPERTS] == absent[2]
+
+
+def test_a_layer_that_was_called_alone_is_counted_for_nobody() -> None:
+    layers, ids = by_lift(), steps(1, seed=8)[0].unsqueeze(1)
+    table = layers[0].lift
+    assert table is not None
+    ask(layers[1:], ids[1:])
+    ask(layers[:1], ids[:1])
+    ask(layers[1:2], ids[1:2].expand(-1, 3, -1))
+    assert not table.counts.any(), "another number of tokens is another call"
+    ask(layers[1:2], ids[1:2])
+    assert not table.counts.any(), "what it was asked for is forgotten by then"
+    ask(layers, ids)
+    assert table.counts[-1, -1] == 1
+
+
+def test_a_reset_forgets_lift_tables_and_counters_do_not() -> None:
+    layers, ids = by_lift(), steps(1, seed=9)[0].unsqueeze(1)
+    tables = [layer.lift for layer in layers[:-1]]
+    ask(layers, ids)
+    for layer in layers:
+        layer.reset_stats()
+    assert [float(t.counts[-1, -1]) for t in tables if t is not None] == [1, 1]
+    for layer in layers:
+        layer.reset()
+    assert [float(t.counts.sum()) for t in tables if t is not None] == [0, 0]
+    assert [layer.lift_nbytes for layer in layers] == [4 * (17 * 17 + 18 * 16)] * 2 + [0]
+
+
+def test_without_a_lane_there_is_no_table() -> None:
+    stores = [CPUBackingStore.from_tensors({"w": torch.zeros(4, 8)}, pin=DEVICE == "cuda")] * 2
+    first, second = (DeviceWeightProvider(s, 2, policy="lru", device=DEVICE) for s in stores)
+    first.next_provider = second
+    first.guess_by_lift(2)
+    assert not first.looks_ahead
+    assert first.lift is None
+
+
+@pytest.mark.gpu
+def test_lift_tables_learn_inside_a_graph() -> None:
+    """The same counts as by eager calls, and the right bytes in every slot."""
+    layers, eager = by_lift(num_values=1 << 16), by_lift(num_values=1 << 16)
+    ids = torch.zeros(NUM_LAYERS, 1, 4, dtype=torch.int64, device="cuda")
+    all_ids = steps(40, seed=10).unsqueeze(2)
+    ask(layers, all_ids[0])
+    for layer in layers:
+        layer.reset()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [r.tensors.bias[r.topk_ids.flatten()] for r in ask(layers, ids)]
+    for now in all_ids:
+        ids.copy_(now)
+        graph.replay()
+        ask(eager, now)
+        for number, values in enumerate(found):
+            assert torch.equal(values.long(), 100 * number + now[number].flatten())
+    for one, other in zip(layers[:-1], eager[:-1], strict=True):
+        assert one.lift is not None
+        assert other.lift is not None
+        assert torch.equal(one.lift.counts, other.lift.counts)
+        assert one.lift.counts[-1, -1] == 40
 
 
 @pytest.mark.gpu

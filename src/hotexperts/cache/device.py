@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hotexperts.cache.device_mode import check_device_mode
 from hotexperts.cache.guided import GuidedPrefill
+from hotexperts.cache.lift import LiftTable
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.prefetch import GUESSES_A_PAIR, PrefetchLane, num_programs_for
@@ -58,6 +60,8 @@ class DeviceWeightProvider(StreamingProvider):
         banks: what it streams through; None where every expert has a slot.
         token_count: of captured calls: later tokens are padding and ask for nothing. None: no
             token is.
+        lift: counts of this layer's experts and the next one's, kept up to date by every call that
+            is told by `look_ahead`; None: see `guess_by_lift`.
 
     Raises:
         ConfigError: a capacity outside 1 to E, a policy without a kernel, or tensors whose size
@@ -92,6 +96,8 @@ class DeviceWeightProvider(StreamingProvider):
         self.capacity = capacity
         self.next_provider: DeviceWeightProvider | None = None
         self.token_count: TokenCount | None = None
+        self.lift: LiftTable | None = None
+        self._lift_before: LiftTable | None = None  # of the layer before, for this one
         self.tells_pairs = tells_pairs
         buffer, self.tensors = store.layout.allocate(capacity, device)
         self.buffer = buffer.view(torch.int32)
@@ -101,6 +107,7 @@ class DeviceWeightProvider(StreamingProvider):
             num_programs = num_programs_for([store]) if lane is None else lane.ahead.num_programs
         gather = _gather_layout(store, capacity)
         self._lane = lane
+        self.looks_ahead = lane is not None
         self._is_guessed = False
         self.kernel = PlanGather(
             self.plan,
@@ -158,26 +165,81 @@ class DeviceWeightProvider(StreamingProvider):
             ConcurrentUseError: another thread is inside.
         """
         with self._turn.taken():
-            num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
-            if prefill and num_parts > 0 and self._host_may_wait():
-                topk_ids = topk_ids.contiguous()
-                # Made anew: kept, the two would refer to each other, and the slots' memory be free
-                # only when Python next looks for cycles.
-                guided = GuidedPrefill(self)
-                yield from guided.waves(topk_ids, self._event(topk_ids, evict=False))
-                return
-            first = self._event(
-                topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed
-            )
-            if num_parts == 0:
-                yield first
-            else:
-                yield from self._in_waves(topk_ids, first, num_parts)
+            try:
+                yield from self._waves(topk_ids, prefill=prefill)
+            finally:
+                self._end_lane()  # what the model's last layer began beside its compute
+
+    def _waves(self, topk_ids: torch.Tensor, *, prefill: bool) -> Waves:
+        num_parts, max_bypassed = self._most_bypassed(topk_ids, prefill=prefill)
+        if prefill and num_parts > 0 and self._host_may_wait():
+            topk_ids = topk_ids.contiguous()
+            # Made anew: kept, the two would refer to each other, and the slots' memory be free
+            # only when Python next looks for cycles.
+            guided = GuidedPrefill(self)
+            yield from guided.waves(topk_ids, self._event(topk_ids, evict=False))
+            return
+        first = self._event(
+            topk_ids, num_parts=num_parts, evict=not prefill, max_bypassed=max_bypassed
+        )
+        if num_parts == 0:
+            yield first
+        else:
+            yield from self._in_waves(topk_ids, first, num_parts)
 
     def fill_rows(self, row_of: torch.Tensor, bank: int) -> None:
         """Copy experts that the host chose into a bank: int32 `[E]`, -1 for the others."""
         assert self.banks is not None, "see GuidedPrefill"
         self._fill.rows(row_of, self.banks.buffers[bank].view(torch.int32))
+
+    def guess_by_lift(self, top_k: int) -> None:
+        """From now on count which experts of the next layer follow this one's, and guess by it.
+
+        Args:
+            top_k: experts that a token asks the next layer for.
+        """
+        following = self._next_in_lane
+        if following is None or self._lane is None:
+            return
+        sizes = self.store.num_experts, following.store.num_experts
+        self.lift = following._lift_before = LiftTable(*sizes, top_k, self.buffer.device)
+        self._lane.outlives([self.lift.counts, self.lift.rows])
+
+    @property
+    def keeps_ids(self) -> bool:
+        """Whether ids that `look_ahead` is given are still read when the next layer runs."""
+        return self.lift is not None or self._lift_before is not None
+
+    def look_ahead(
+        self,
+        topk_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        guess: Callable[[torch.Tensor], torch.Tensor] | None,
+        *,
+        prefill: bool = False,
+    ) -> None:
+        """Start to copy what the next layer may ask for, and learn; after this layer's plan.
+
+        Args:
+            topk_ids: `[T, K]`, what this layer is asked for; -1 is nobody. See `keeps_ids`.
+            hidden: `[T, H]`, its input.
+            guess: scores of the next layer's experts by that; None: by `lift`, where there is one.
+            prefill: guess nothing.
+        """
+        if guess is not None and not prefill:
+            self.guess_next(partial(guess, hidden), hidden, topk_ids.numel())
+        elif self.lift is not None and not prefill:
+            self.guess_next(partial(self.lift.scores, topk_ids), topk_ids, topk_ids.numel())
+        if self.lift is not None:
+            self.lift.expect(topk_ids)
+        table = self._lift_before
+        before = None if table is None else table.take()
+        if table is None or before is None or len(before) != len(topk_ids):
+            return  # nobody guesses this layer so, or the layer before was not called beforehand
+        assert self._lane is not None, "a table is of two layers of a lane"
+        count = self._token_count_now()
+        known = [before, topk_ids] if count is None else [before, topk_ids, count]
+        self._lane.start(partial(table.learn, *known), *known)
 
     def guess_next(
         self, guess: Callable[[], torch.Tensor], hidden: torch.Tensor, num_pairs: int
@@ -196,7 +258,9 @@ class DeviceWeightProvider(StreamingProvider):
         following._is_guessed = True
         prefetch = following.prefetch
         most = min(math.ceil(GUESSES_A_PAIR * num_pairs), following.store.num_experts)
-        self._lane.start(lambda: prefetch(guess(), self.layer, most), hidden)
+        count = self._token_count_now()
+        read = [hidden] if count is None else [hidden, count]
+        self._lane.start(lambda: prefetch(guess(), self.layer, most, count), *read)
 
     @property
     def _next_in_lane(self) -> DeviceWeightProvider | None:
@@ -274,6 +338,11 @@ class DeviceWeightProvider(StreamingProvider):
         return self.tensors
 
     @property
+    def lift_nbytes(self) -> int:
+        """See `StreamingProvider.lift_nbytes`."""
+        return 0 if self.lift is None else self.lift.nbytes
+
+    @property
     def slot_buffer(self) -> torch.Tensor:
         """The memory that the slots are in, int32."""
         return self.buffer
@@ -290,6 +359,8 @@ class DeviceWeightProvider(StreamingProvider):
                 self._lane.clear()
             self.plan.clear(self.kernel.state)
             self.kernel.switch.copy_(fresh_switch(self.kernel.switch.device))
+            if self.lift is not None:
+                self.lift.clear()
             self.reset_stats()
 
     @property
@@ -336,12 +407,19 @@ class DeviceWeightProvider(StreamingProvider):
     ) -> ExpertWeightResult:
         topk_ids = topk_ids.contiguous()
         remapped = torch.empty_like(topk_ids)
-        count = None if self.token_count is None else self.token_count.of_this_call()
+        count = self._token_count_now()
         self.kernel(topk_ids, remapped, count, num_waves=1 + num_parts, **how)
-        if self._lane is not None and self._next_in_lane is None:
-            self._lane.join()  # after the last that it was for, which has just ended it
+        self._end_lane()  # after the last that it was for, which has just ended it
         part = SLOTS if num_parts else None
         return ExpertWeightResult(self.tensors, remapped, self.slot_of_on_device, part)
+
+    def _token_count_now(self) -> torch.Tensor | None:
+        return None if self.token_count is None else self.token_count.of_this_call()
+
+    def _end_lane(self) -> None:
+        """After the last layer of a lane nothing is apart from the current stream."""
+        if self._lane is not None and self._next_in_lane is None:
+            self._lane.join()
 
     def _in_waves(self, topk_ids: torch.Tensor, first: ExpertWeightResult, num_parts: int) -> Waves:
         banks = self.banks

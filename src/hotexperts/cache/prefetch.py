@@ -53,18 +53,18 @@ class PrefetchLane:
         for tensor in tensors if self._stream is not None else ():
             tensor.record_stream(self._stream)
 
-    def start(self, enqueue: Callable[[], None], read: torch.Tensor) -> None:
+    def start(self, enqueue: Callable[[], None], *read: torch.Tensor) -> None:
         """Run `enqueue` under the side stream, after what the current stream has so far.
 
         Args:
-            enqueue: launches what guesses and copies.
+            enqueue: launches what guesses and copies, or learns.
             read: what it reads of the current stream's.
         """
         if self._stream is None:
             enqueue()
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        read.record_stream(self._stream)
+        self.outlives(read)
         with torch.cuda.stream(self._stream):
             enqueue()
             self._last = self._stream.record_event()

@@ -44,9 +44,11 @@ class ExpertWeightProvider(ABC):
 
     Attributes:
         is_capturable: nothing in a call waits for the device, so a CUDA graph may contain it.
+        looks_ahead: it wants to know each call's input, to fetch for the next layer.
     """
 
     is_capturable: bool = False
+    looks_ahead: bool = False
 
     @abstractmethod
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:

@@ -69,6 +69,11 @@ class StreamingProvider(ExpertWeightProvider):
         """The counters, a snapshot."""
 
     @property
+    def lift_nbytes(self) -> int:
+        """Device bytes of the table that guesses for the next layer; 0 without."""
+        return 0
+
+    @property
     @abstractmethod
     def slot_tensors(self) -> Any:
         """Named tuple of `[capacity, *shape]`, the slots."""

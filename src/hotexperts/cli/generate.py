@@ -199,6 +199,7 @@ class Session:
         return {
             "slots_nbytes": cache.slot_nbytes,
             "banks_nbytes": cache.bank_nbytes,
+            "lift_nbytes": cache.lift_nbytes,
             "other_nbytes": sum({t.data_ptr(): t.nbytes for t in tensors}.values()),
             "host_nbytes": cache.host_nbytes,
             "expert_nbytes": cache.expert_nbytes,

@@ -181,8 +181,9 @@ PrefetchName = Annotated[
     str,
     typer.Option(
         "--prefetch",
-        help="While the link is idle, copy what the next layer's router would choose now (router); "
-        "needs kernels that manage the cache.",
+        help="While the link is idle, copy what the next layer's router would choose now (router), "
+        "or what has followed this layer's experts so far (lift); needs kernels that manage the "
+        "cache.",
         metavar="|".join(PREFETCHES),
     ),
 ]

@@ -136,9 +136,11 @@ def _speed(data: Data) -> str:
 
 
 def _device_memory(memory: Data) -> str:
+    lift = memory["lift_nbytes"]
+    tables = f"{format_bytes(lift)} lift tables, " if lift else ""
     text = (
         f"{format_bytes(memory['slots_nbytes'])} slots, {format_bytes(memory['banks_nbytes'])} "
-        f"banks, {format_bytes(memory['other_nbytes'])} other weights"
+        f"banks, {tables}{format_bytes(memory['other_nbytes'])} other weights"
     )
     peak = memory["peak_device_nbytes"]
     return text if peak is None else f"{text}; {format_bytes(peak)} at most, everything included"

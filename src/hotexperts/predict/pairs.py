@@ -42,6 +42,12 @@ class Pairs(Popularity):
         self.together[layer][origin[:, None], demand] += 1
         super().learn(layer, demand, hints)
 
+    def halve(self, layer: int) -> None:
+        """See `Popularity`."""
+        super().halve(layer)
+        self.num_from[layer] *= 0.5
+        self.together[layer] *= 0.5
+
 
 class Markov(Pairs):
     """The mean of P(e | a) over the origin's experts a, as log-odds; popularity if it has none."""

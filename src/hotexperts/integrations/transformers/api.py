@@ -81,7 +81,9 @@ def load(
             dequantises each as it is copied into its slot, which holds the model's dtype; "none"
             changes nothing. What a checkpoint has in fp8 or mxfp4 is kept so either way.
         prefetch: "router" copies, in the device mode and while the link would be idle, what the
-            next layer's router makes of this layer's input; "off" copies on demand alone.
+            next layer's router makes of this layer's input; "lift" what has followed this layer's
+            experts so far, as counted, which needs no router ("router" does so, too, for layers
+            whose router does not work so); "off" copies on demand alone.
         cache_mode: "host" lets Python decide in every layer; "device" lets a kernel decide and
             copy, without the host (CUDA and Triton, experts in "ram", policies with a kernel);
             "auto" is "device" where all of that is given, else "host":

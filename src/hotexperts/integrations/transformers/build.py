@@ -24,7 +24,7 @@ from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
 from hotexperts.integrations.transformers.modules import ExpertsModule
-from hotexperts.integrations.transformers.prefetching import NextExperts, find_guessing_router
+from hotexperts.integrations.transformers.prefetching import give_guesses
 from hotexperts.sizing import (
     LayerShape,
     SizePlan,
@@ -90,8 +90,7 @@ def attach_stores(
         if isinstance(this, DeviceWeightProvider) and isinstance(following, DeviceWeightProvider):
             this.next_provider = following
     if lanes:
-        for (cached, before), (_, after) in itertools.pairwise(zip(layers, found, strict=True)):
-            cached.guess = NextExperts(model, before.module, after.module)
+        give_guesses(model, layers, found, options.cache.prefetch)
     model.eval()
     guard(model, [layer.module for layer in found])
     if not all(layer.is_capturable for layer in layers):
@@ -148,7 +147,6 @@ def check_early(
     Raises:
         ConfigError: more slots than experts, or a cache mode, a packing or a prefetch that cannot
             work here.
-        UnsupportedModelError: prefetches are asked for, and a router is not found.
         HostMemoryError: the experts do not fit the host's memory.
     """
     if isinstance(options.cache.size, int):
@@ -156,9 +154,6 @@ def check_early(
     layouts = [layer.layout for layer in found]
     check_options_for_kernels(options.cache, choose_mode(options.cache, layouts, device))
     check_packable(options.cache, layouts)
-    if options.cache.prefetch != "off":
-        for layer in found[1:]:
-            find_guessing_router(model, layer.module)
     if options.cache.check_host_memory and options.cache.store != "disk":  # which was checked
         count = sum(layer.num_experts for layer in found)
         require_host_bytes(needed_bytes, f"keeping {count} experts in memory")

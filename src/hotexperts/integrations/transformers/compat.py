@@ -38,14 +38,6 @@ SENTINEL_FLAG = "_is_expert_parallel"
 SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 # Classes whose own loop adds up in another dtype than its input's.
 SUMS_IN_WEIGHTS_DTYPE = frozenset({"NemotronHExperts"})
-# What decoder layers call the norm that feeds their router, the name that says more first.
-NORMS_BEFORE_EXPERTS = (
-    "pre_mlp_layernorm",
-    "pre_ff_layernorm",
-    "ffn_norm",
-    "post_attention_layernorm",
-    "norm",
-)
 # Converter operations that dequantise, by the names of their classes.
 FP8_OPERATION = "Fp8Dequantize"
 MXFP4_OPERATION = "Mxfp4Dequantize"

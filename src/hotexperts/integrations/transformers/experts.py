@@ -10,7 +10,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -43,7 +42,8 @@ class CachedExperts:
             for few pairs on CUDA, as Transformers does when it decodes, and else `grouped_mm`.
 
     Attributes:
-        guess: from the layer's input to scores of the next layer's experts; None: nobody guesses.
+        guess: from the layer's input to scores of the next layer's experts; None: at most the
+            provider's lift table guesses.
 
     Raises:
         ConfigError: an unknown algorithm.
@@ -91,9 +91,10 @@ class CachedExperts:
         waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
         with closing(waves):
             first = next(waves)
-            if self.guess is not None and len(index) <= PREFILL_MIN_TOKENS:
+            if self.provider.looks_ahead:
                 assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
-                self.provider.guess_next(partial(self.guess, hidden), hidden, index.numel())
+                is_prefill = len(index) > PREFILL_MIN_TOKENS
+                self.provider.look_ahead(index, hidden, self.guess, prefill=is_prefill)
             if first.part is None and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)
@@ -210,7 +211,10 @@ def _multiply(algorithm: str, module: nn.Module) -> Any:
 def _experts(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    return _layers[layer].run(hidden, index, weights)
+    cached = _layers[layer]
+    if isinstance(cached.provider, DeviceWeightProvider) and cached.provider.keeps_ids:
+        index = index.clone()  # compiled code writes something else there before they are counted
+    return cached.run(hidden, index, weights)
 
 
 def _like_hidden(

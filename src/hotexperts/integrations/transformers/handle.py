@@ -33,7 +33,7 @@ class ExpertCache:
         store_reason: why the experts are there, and how many are in memory, as "disk: as asked;
             8 of 64 experts a layer in 1.2 GiB of memory"; None where that was asked for and says
             all.
-        prefetch: "router" or "off".
+        prefetch: "router", "lift" or "off".
     """
 
     names: tuple[str, ...]
@@ -73,6 +73,11 @@ class ExpertCache:
     def bank_nbytes(self) -> int:
         """Device bytes of the banks."""
         return sum(bank.nbytes for bank in self.banks)
+
+    @property
+    def lift_nbytes(self) -> int:
+        """Device bytes of the tables that guess for a next layer; 0 without."""
+        return sum(provider.lift_nbytes for provider in self.providers)
 
     @property
     def host_nbytes(self) -> int:

@@ -1,13 +1,29 @@
-"""What the next layer will ask for: its router on this layer's own input."""
+"""What the next layer will ask for: its router on this layer's own input, or the lift table."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
 
-from hotexperts.integrations.transformers.routers import Router, find_layer, find_norm, find_router
+from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.config import Prefetch
+from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations.norms import norm_scale
+from hotexperts.integrations.transformers.experts import CachedExperts
+from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.routers import (
+    find_layer,
+    find_norm,
+    find_router,
+    name_of,
+)
+
+log = logging.getLogger("hotexperts")
 
 
 class NextExperts:
@@ -22,12 +38,21 @@ class NextExperts:
         after: the experts module whose demand is guessed.
 
     Raises:
-        UnsupportedModelError: the router of `after` is not found.
+        UnsupportedModelError: the router of `after` is not found, or needs more than hidden states.
     """
 
     def __init__(self, model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-        self._router = find_guessing_router(model, after)
-        self._scale = _scale(model, before, after)
+        self._router = find_router(model, after, remedy="use prefetch='lift'")
+        if len(inspect.signature(self._router.module.forward).parameters) != 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} gives more than hidden states to the router of "
+                f"{name_of(model, after)}: use prefetch='lift'"
+            )
+        layers = [find_layer(model, experts) for experts in (before, after)]
+        old, new = (None if layer is None else find_norm(layer) for layer in layers)
+        scale = norm_scale(old, new)
+        # As precise as the weights, so that the input keeps its dtype.
+        self._scale = None if scale is None or new is None else scale.to(new.weight.dtype)
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -42,24 +67,30 @@ class NextExperts:
         return logits.reshape(-1, logits.shape[-1]).contiguous()
 
 
-def find_guessing_router(model: nn.Module, experts: nn.Module) -> Router:
-    """The router that guesses an experts module's demand; the model may have no weights yet.
+def give_guesses(
+    model: nn.Module,
+    layers: Sequence[CachedExperts],
+    found: Sequence[ExpertsModule],
+    how: Prefetch,
+) -> None:
+    """Let each layer guess for the next one.
 
-    Raises:
-        UnsupportedModelError: it is not found.
+    Args:
+        model: with the layers.
+        layers: in order, their providers joined.
+        found: their experts modules.
+        how: "router", where that does not work by the lift table; or "lift".
     """
-    return find_router(model, experts, remedy="use prefetch='off'")
-
-
-def _scale(model: nn.Module, before: nn.Module, after: nn.Module) -> torch.Tensor | None:
-    """From one norm's weights to the other's; None where they are not to be had."""
-    weights: list[Any] = []
-    for experts in (before, after):
-        layer = find_layer(model, experts)
-        norm = None if layer is None else find_norm(layer)
-        weights.append(getattr(norm, "weight", None))
-    old, new = weights
-    if old is None or new is None or old.shape != new.shape:
-        return None
-    scale = new.detach() / old.detach()
-    return torch.where(scale.isfinite(), scale, 0)
+    refused: list[str] = []
+    for (cached, before), (_, after) in pairwise(zip(layers, found, strict=True)):
+        try:
+            if how == "router":
+                cached.guess = NextExperts(model, before.module, after.module)
+                continue
+        except UnsupportedModelError as error:
+            refused.append(str(error))
+        assert isinstance(cached.provider, DeviceWeightProvider), "kernels prefetch"
+        cached.provider.guess_by_lift(after.top_k)
+    if refused:
+        others = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        log.warning("expert cache: prefetch 'router' guesses by 'lift': %s%s", refused[0], others)

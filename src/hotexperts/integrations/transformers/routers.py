@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hotexperts.errors import UnsupportedModelError
+from hotexperts.integrations import norms
 from hotexperts.integrations.transformers import compat
 
 WITHOUT_LOGITS = "record without logits"
@@ -70,7 +71,7 @@ def find_layer(model: nn.Module, experts: nn.Module) -> nn.Module | None:
 def find_norm(layer: nn.Module) -> nn.Module | None:
     """The norm between a decoder layer's attention and its experts, by name; None without such."""
     children = dict(layer.named_children())
-    found = [children[name] for name in compat.NORMS_BEFORE_EXPERTS if name in children]
+    found = [children[name] for name in norms.NORMS_BEFORE_EXPERTS if name in children]
     return found[0] if found else None
 
 

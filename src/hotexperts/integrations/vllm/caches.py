@@ -72,6 +72,7 @@ class ModelCaches:
         self._turn: Turn | None = None
         self._last: DeviceWeightProvider | None = None
         self._lanes: dict[ExpertLayout, PrefetchLane] = {}
+        self._guess_by_lift: list[str] = []  # layers
         self._top_k = 0
         self._host: HostBudget | None = None
         # Where the next layer is repacked, and how many experts at a time; None: whole.
@@ -167,6 +168,7 @@ class ModelCaches:
         for name, layer in self.layers.items():
             device = layer.provider.slot_buffer.device
             layer.use(self._provider(self._stores[name], device))
+        self._give_tables()
 
     def expect_tokens(self, num_tokens: int) -> None:
         """Before each step: what a CUDA graph computes beyond so many tokens is padding."""
@@ -199,12 +201,14 @@ class ModelCaches:
         return {name: layer.provider.stats.as_dict() for name, layer in self.layers.items()}
 
     def memory(self) -> dict[str, int]:
-        """This process's bytes: of slots, of banks, and of experts in host memory."""
+        """This process's bytes: of slots, of banks, of lift tables, of experts in host memory."""
         providers = self.providers.values()
+        tables = [provider.lift_nbytes for provider in providers]
         return {
             "slots": sum(provider.slot_nbytes for provider in providers),
             "banks": sum(rows.nbytes for rows in self._banks.values())
             + sum(lane.nbytes for lane in self._lanes.values()),
+            **({"lift tables": sum(tables)} if any(tables) else {}),
             "host": sum(provider.store.host_nbytes for provider in providers),
         }
 
@@ -263,8 +267,17 @@ class ModelCaches:
 
     def give_guesses(self, model: nn.Module) -> None:
         """Before graphs are captured: where prefetches are asked for, say what to fetch."""
-        if self._lanes and not self.is_draft:
-            give_guesses(model, self.layers)
+        if not self._lanes or self.is_draft:
+            return
+        by_lift = self.options.cache.prefetch == "lift"
+        self._guess_by_lift = list(self.layers) if by_lift else give_guesses(model, self.layers)
+        self._give_tables()
+
+    def _give_tables(self) -> None:
+        for name in self._guess_by_lift:
+            provider = self.layers[name].provider
+            assert isinstance(provider, DeviceWeightProvider), "kernels prefetch"
+            provider.guess_by_lift(self._top_k)
 
     def _join(self, provider: DeviceWeightProvider, device: torch.device) -> None:
         """To the layer before, whose prefill fills the banks for it, and to the count of tokens."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ class CachedFusedExperts:
 
     Attributes:
         recorded: where each call leaves its ids, int32 `[rows, K]`; None: nowhere.
-        guess: from the experts' input to scores of the next layer's; None: nobody guesses.
+        guess: from the experts' input to scores of the next layer's; None: at most the provider's
+            lift table guesses.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class CachedFusedExperts:
         waves = self.provider.waves(ids, prefill=ids.shape[0] > self._prefill_tokens)
         with closing(waves):
             first = next(waves)
-            if self.guess is not None and ids.shape[0] <= self._prefill_tokens:
-                self._prefetch(self.guess, call["hidden_states"], ids.numel())
+            if self.provider.looks_ahead:
+                self._look_ahead(ids, call["hidden_states"])
             if first.part is None:
                 self._run(call, first)
             elif self._rows is not None:
@@ -80,17 +80,14 @@ class CachedFusedExperts:
             else:
                 self._sum_of_waves(call, itertools.chain([first], waves))
 
-    def _prefetch(
-        self,
-        guess: Callable[[torch.Tensor], torch.Tensor],
-        hidden: torch.Tensor,
-        num_pairs: int,
-    ) -> None:
-        from hotexperts.integrations.vllm.prefetching import may_prefetch
+    def _look_ahead(self, ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        from hotexperts.integrations.vllm.prefetching import may_be_routed, spans_layers
 
         assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
-        if may_prefetch(hidden):
-            self.provider.guess_next(partial(guess, hidden), hidden, num_pairs)
+        if spans_layers():
+            guess = self.guess if may_be_routed(hidden) else None
+            is_prefill = ids.shape[0] > self._prefill_tokens
+            self.provider.look_ahead(ids, hidden, guess, prefill=is_prefill)
 
     def _sum_of_rows(
         self, call: dict[str, Any], waves: Iterator[ExpertWeightResult], rows: KeptRows

@@ -22,7 +22,7 @@ _HELP = {
     "trace, an .npz file for the routing of all steps; check_ranks (default false), whether to "
     "stop where tensor-parallel ranks decide differently; packing (default auto), whether bf16 "
     "experts are kept in 12 bits a value in host memory: auto, none or packed12; prefetch (default "
-    "off), router to fetch before a layer asks",
+    "off), router or lift to fetch before a layer asks",
 }
 
 

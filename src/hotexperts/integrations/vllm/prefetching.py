@@ -1,4 +1,7 @@
-"""What the next layer will ask for, in vLLM: its gate on the experts' input of the layer before."""
+"""What the next layer will ask for, in vLLM: its gate on the experts' input of the layer before.
+
+Where there is no such gate, or "lift" is asked for, the caches' lift tables guess.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.norms import NORMS_BEFORE_EXPERTS, norm_scale
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
 
-NORMS_BEFORE_EXPERTS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 FULL_GRAPHS = '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
 log = logging.getLogger("vllm.hotexperts")
 
@@ -44,30 +47,31 @@ class NextGate:
         return linear(hidden, self._weights.to(hidden.dtype), bias)
 
 
-def give_guesses(model: nn.Module, layers: Mapping[str, CachedFusedExperts]) -> int:
-    """Let each layer guess for the next one, where that layer's gate is found; how many do.
+def give_guesses(model: nn.Module, layers: Mapping[str, CachedFusedExperts]) -> list[str]:
+    """Let each layer guess by the next one's gate; those that cannot, for that is not found.
 
     Args:
         model: with the layers.
         layers: by vLLM's name of their experts, in the model's order.
     """
     modules = dict(model.named_modules())
-    missing = []
+    without, missing = [], []
     for before, after in itertools.pairwise(layers):
         gate = find_gate(modules, after, layers[after].provider.store.num_experts)
         if gate is None:
+            without.append(before)
             missing.append(after)
             continue
-        scale = _scale(modules, before, after)
+        scale = norm_scale(_norm_of(modules, before), _norm_of(modules, after))
         layers[before].guess = NextGate(gate.weight.data, getattr(gate, "bias", None), scale)
     if missing:
         log.warning(
-            "expert cache: no gate is found beside %s%s: nothing is prefetched for %s",
+            "expert cache: no gate is found beside %s%s: the lift table guesses for %s",
             missing[0],
             f" and {len(missing) - 1} others" if missing[1:] else "",
             "them" if missing[1:] else "it",
         )
-    return sum(layer.guess is not None for layer in layers.values())
+    return without
 
 
 def find_gate(modules: Mapping[str, nn.Module], name: str, num_experts: int) -> Any:
@@ -83,38 +87,31 @@ def _has_rows(weight: Any, num_rows: int) -> bool:
     return is_matrix and weight.is_floating_point() and len(weight) == num_rows
 
 
-def _scale(modules: Mapping[str, nn.Module], before: str, after: str) -> torch.Tensor | None:
-    """From one norm's weights to the other's; None where they are not to be had."""
-    old, new = (_norm_weights(modules, name) for name in (before, after))
-    if old is None or new is None or old.shape != new.shape:
-        return None
-    scale = new.float() / old.float()
-    return torch.where(scale.isfinite(), scale, 0)
-
-
-def _norm_weights(modules: Mapping[str, nn.Module], name: str) -> torch.Tensor | None:
+def _norm_of(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+    """What feeds the experts of this name; None without such."""
     path = name
     while path := path.rpartition(".")[0]:
         for norm in NORMS_BEFORE_EXPERTS:
-            found = modules.get(f"{path}.{norm}")
-            if found is not None:
-                has_offsets = "Gemma" in type(found).__name__  # whose weights count from 1
-                return None if has_offsets else getattr(found, "weight", None)
+            if f"{path}.{norm}" in modules:
+                return modules[f"{path}.{norm}"]
     return None
 
 
-def may_prefetch(hidden: torch.Tensor) -> bool:
+def spans_layers() -> bool:
     """Whether this call's graph, if it is in one, lasts until the next layer's call.
 
-    A piecewise graph does not; nor is a router applied to quantised activations.
+    A piecewise graph does not.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    if not hidden.is_floating_point() or hidden.element_size() < 2:
-        return False
     if not is_forward_context_available():
         return not torch.cuda.is_current_stream_capturing()
     return str(get_forward_context().cudagraph_runtime_mode).rpartition(".")[2] != "PIECEWISE"
+
+
+def may_be_routed(hidden: torch.Tensor) -> bool:
+    """Whether a router is for such hidden states: not where they are quantised."""
+    return hidden.is_floating_point() and hidden.element_size() >= 2
 
 
 def check_prefetch(config: Any, wanted: ExpertCacheOptions) -> None:

@@ -96,7 +96,7 @@ def expert_cache_stats(self: Any) -> list[dict[str, dict[str, int]]]:
 
 
 def expert_cache_memory(self: Any) -> list[dict[str, int]]:
-    """Bytes of this worker's models: of slots, of banks, and of experts in host memory."""
+    """This worker's bytes: of slots, banks, lift tables and experts in host memory."""
     return [caches.memory() for caches in models()]
 
 

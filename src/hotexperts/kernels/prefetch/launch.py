@@ -56,13 +56,21 @@ class Prefetch:
             -(-words // block) for words, block in zip(gather.num_words, blocks, strict=True)
         )
 
-    def __call__(self, scores: torch.Tensor, before: int, num_guesses: int) -> None:
+    def __call__(
+        self,
+        scores: torch.Tensor,
+        before: int,
+        num_guesses: int,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> None:
         """Enqueue the copies on the current stream.
 
         Args:
             scores: floating, `[T, E]`, contiguous: the higher, the likelier an expert is asked for.
             before: number of the layer whose plan came last.
             num_guesses: experts that are looked at, those with a slot among them.
+            num_valid_tokens: int32 `[1]` on the device; tokens from there on are padding, and guess
+                nothing.
         """
         from hotexperts.kernels.prefetch.triton import prefetch_kernel
 
@@ -72,6 +80,7 @@ class Prefetch:
         with current(ahead.buffer.device):
             prefetch_kernel[(ahead.num_programs,)](
                 scores,
+                self._slot_of if num_valid_tokens is None else num_valid_tokens,
                 plan.switch,
                 self._slot_of,
                 ahead.words,
@@ -82,6 +91,7 @@ class Prefetch:
                 len(scores),
                 before,
                 plan.layer,
+                HAS_NUM_VALID=num_valid_tokens is not None,
                 NUM_GUESSES=num_guesses,
                 **self._constants,
             )

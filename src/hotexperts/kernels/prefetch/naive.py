@@ -17,6 +17,7 @@ def prefetch(
     slot_of: torch.Tensor,
     layer: int,
     num_guesses: int,
+    num_valid_tokens: int | None = None,
 ) -> int:
     """Copy the likeliest experts that have no slot into the rows ahead.
 
@@ -29,11 +30,13 @@ def prefetch(
         slot_of: int32 `[E]`, slot of each expert, -1 for none.
         layer: whose experts they are.
         num_guesses: that are looked at, those with a slot among them.
+        num_valid_tokens: tokens from there on are padding; None: none is.
 
     Returns:
         How many rows were filled.
     """
-    best = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0)
+    known = scores[:num_valid_tokens].float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    best = torch.cat([known, torch.full_like(scores[:1], -torch.inf).float()]).amax(0)
     likeliest = best.argsort(descending=True, stable=True)[:num_guesses].tolist()
     wanted = [e for e in likeliest if best[e] > -torch.inf and slot_of[e] < 0]
     experts = torch.tensor(wanted[: ahead.num_rows], dtype=torch.int64)

@@ -14,6 +14,7 @@ from hotexperts.kernels.gather.triton import FORM_SIZE, copy_block
 @triton.jit(do_not_specialize=["num_tokens", "before", "layer"])
 def prefetch_kernel(
     scores,  # float [num_tokens, E]: the higher, the likelier
+    num_valid,  # int32 [1]: tokens from there on are padding
     switch,  # float32, see Switch
     slot_of,  # int32 [E], of the layer that is guessed for
     ahead,  # int32 [P, 2 + AHEAD_ROWS]: see AheadRows
@@ -24,6 +25,7 @@ def prefetch_kernel(
     num_tokens,
     before,  # the layer whose plan came last
     layer,  # the one that is guessed for
+    HAS_NUM_VALID: tl.constexpr,
     NUM_GUESSES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     AHEAD_ROWS: tl.constexpr,
@@ -47,7 +49,10 @@ def prefetch_kernel(
             o_e = tl.arange(0, BLOCK_E)
             left = o_e < NUM_EXPERTS
             best = tl.full([BLOCK_E], float("-inf"), tl.float32)
-            for i_token in range(num_tokens):
+            num_real = num_tokens
+            if HAS_NUM_VALID:
+                num_real = tl.minimum(num_tokens, tl.load(num_valid))
+            for i_token in range(num_real):
                 b_scores = tl.load(
                     scores + i_token * NUM_EXPERTS + o_e, mask=left, other=float("-inf")
                 )
