@@ -150,7 +150,8 @@ class Scaled:
             `[n, rows / group_rows, columns / group_columns]`, which `scale_bits` hold.
         """
         assert self.scale_bits >= 16, "exponents alone are no scales to choose"
-        assert not (self.has_half_scales or self.has_zeros), "only checkpoints have those"
+        is_otherwise = self.has_half_scales or self.has_zeros
+        assert not is_otherwise, "only checkpoints have such scales"
         groups = values.view(
             len(values),
             self.rows // self.group_rows,
