@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,13 @@ from hotexperts.integrations.transformers.modules import (
     ExpertsModule,
     find_experts,
     take_parameters,
+)
+from hotexperts.integrations.transformers.plain_view import (
+    TensorFile,
+    files_by_tensor,
+    is_packed,
+    lazy_state_dict,
+    quantisation_of,
 )
 from hotexperts.integrations.transformers.positions import within_positions
 from hotexperts.integrations.transformers.row_forms import in_codes, ram_nbytes
@@ -85,10 +92,15 @@ _defaults = LoadOptions()
 
 
 def install(options: LoadOptions) -> None:
-    """Hook into Transformers once; models that ask for "hotexperts" experts use `options`."""
+    """Hook into Transformers; models that ask for "hotexperts" experts use `options`."""
     global _defaults
     _defaults = options
     experts.register()
+    hook_loading()
+
+
+def hook_loading() -> None:
+    """Let `from_pretrained` come by here, once; other models load as before."""
     base = compat.names().base_model
     if getattr(base._load_pretrained_model, "_hotexperts", False):
         return
@@ -96,6 +108,8 @@ def install(options: LoadOptions) -> None:
 
     def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         if model.config._experts_implementation != experts.NAME:
+            if is_packed(model.config):
+                _, state_dict = _tensors(model, files)
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
@@ -117,6 +131,13 @@ def pending(options: LoadOptions, instead: Instead | None = None) -> Iterator[Pe
         _pending.reset(token)
 
 
+def _tensors(model: Any, files: Any) -> tuple[Mapping[str, TensorFile], Any]:
+    """The file of each tensor, and what Transformers gets instead where weights are packed."""
+    scheme = quantisation_of(model.config, Path(files[0]).parent)
+    file_of = files_by_tensor(files, scheme)
+    return file_of, None if scheme is None else lazy_state_dict(file_of)
+
+
 def _load(
     original: Callable[..., Any],
     pending: Pending,
@@ -134,7 +155,8 @@ def _load(
             "(save_pretrained writes safetensors)"
         )
     found = find_experts(model)
-    checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
+    file_of, state_dict = _tensors(model, files)
+    checkpoint = ExpertCheckpoint(model, file_of, load_config.weight_mapping or [])
     if pending.instead is not None:
         pending.instead(found, checkpoint, [Path(file) for file in files])
     coded = in_codes(found, checkpoint, pending.options.cache)
@@ -146,7 +168,7 @@ def _load(
     for layer in found:
         take_parameters(layer.module)
     try:
-        result = original(model, None, files, load_config, *rest)
+        result = original(model, state_dict, files, load_config, *rest)
     except SafetensorError as error:
         raise CheckpointError(f"{Path(files[0]).parent}: cannot be read: {error}") from error
     except RuntimeError as error:

@@ -52,9 +52,7 @@ def bits_of_scales(
     return kept.view(torch.uint8)
 
 
-def scales_of_bits(
-    words: torch.Tensor, scale_bits: int, *, are_half: bool = False
-) -> torch.Tensor:
+def scales_of_bits(words: torch.Tensor, scale_bits: int, *, are_half: bool = False) -> torch.Tensor:
     """Words, or any integers, as the float32 they hold."""
     if are_half:
         return words.view(torch.float16).float()
