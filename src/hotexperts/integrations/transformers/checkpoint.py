@@ -27,7 +27,7 @@ from hotexperts.integrations.transformers.coded import (
 )
 from hotexperts.integrations.transformers.integers import integer_parameter
 from hotexperts.integrations.transformers.modules import ExpertsModule
-from hotexperts.integrations.transformers.plain_view import TensorFile
+from hotexperts.integrations.transformers.plain_view import TensorFile, check_left_out
 from hotexperts.integrations.transformers.sources import (
     ModelOfOneExpert,
     ParameterSources,
@@ -44,8 +44,11 @@ class ExpertCheckpoint:
 
     Args:
         model: on the meta device, parameters in place, quantiser applied.
-        file_of: the file of each tensor, see `files_by_tensor`.
+        file_of: the file of each tensor, see `open_files`.
         weight_mapping: Transformers' renamings and converters for this model.
+
+    Raises:
+        CheckpointError: a bias that the model has no place for.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class ExpertCheckpoint:
             )
             if target not in meta and key in meta:
                 target, pattern = key, None
+            if target not in meta:
+                check_left_out(key, file_of)
             entry = self._sources[target]
             renamed, _ = found.rename_source_key(key, renamings, [])
             number = expert_number(renamed, pattern or "")

@@ -1,4 +1,4 @@
-"""Experts that GPTQ, AWQ or compressed-tensors packed: their codes and scales, as rows take them."""
+"""Experts that GPTQ, AWQ or compressed-tensors packed: codes and scales, as rows take them."""
 
 from __future__ import annotations
 

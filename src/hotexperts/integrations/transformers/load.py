@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -36,13 +36,7 @@ from hotexperts.integrations.transformers.modules import (
     find_experts,
     take_parameters,
 )
-from hotexperts.integrations.transformers.plain_view import (
-    TensorFile,
-    files_by_tensor,
-    is_packed,
-    lazy_state_dict,
-    quantisation_of,
-)
+from hotexperts.integrations.transformers.plain_view import is_packed, open_files
 from hotexperts.integrations.transformers.positions import within_positions
 from hotexperts.integrations.transformers.row_forms import in_codes, ram_nbytes
 from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
@@ -109,7 +103,7 @@ def hook_loading() -> None:
     def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         if model.config._experts_implementation != experts.NAME:
             if is_packed(model.config):
-                _, state_dict = _tensors(model, files)
+                _, state_dict = open_files(model.config, files)
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
@@ -131,13 +125,6 @@ def pending(options: LoadOptions, instead: Instead | None = None) -> Iterator[Pe
         _pending.reset(token)
 
 
-def _tensors(model: Any, files: Any) -> tuple[Mapping[str, TensorFile], Any]:
-    """The file of each tensor, and what Transformers gets instead where weights are packed."""
-    scheme = quantisation_of(model.config, Path(files[0]).parent)
-    file_of = files_by_tensor(files, scheme)
-    return file_of, None if scheme is None else lazy_state_dict(file_of)
-
-
 def _load(
     original: Callable[..., Any],
     pending: Pending,
@@ -155,7 +142,7 @@ def _load(
             "(save_pretrained writes safetensors)"
         )
     found = find_experts(model)
-    file_of, state_dict = _tensors(model, files)
+    file_of, state_dict = open_files(model.config, files)
     checkpoint = ExpertCheckpoint(model, file_of, load_config.weight_mapping or [])
     if pending.instead is not None:
         pending.instead(found, checkpoint, [Path(file) for file in files])

@@ -1,8 +1,8 @@
 """Weights that GPTQ, AWQ or compressed-tensors packed into words: what their numbers are.
 
-A number is (code - zero point) times scale. Codes and zero points are without sign in the files, and
-both are moved down by half of their range here, as codes with a sign lie in rows: where all of a
-weight's zero points are in the middle, it has none.
+A number is (code - zero point) times scale. Codes and zero points are without sign in the files,
+and both are moved down by half of their range here, as codes with a sign lie in rows: where all of
+a weight's zero points are in the middle, it has none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError
 from hotexperts.integrations.transformers.schemes import AWQ, COMPRESSED, GPTQ, Kind, Scheme
 
@@ -54,7 +53,7 @@ class PackedWeight:
 
     name: str
     scheme: Scheme
-    files: Mapping[str, SafetensorsFile]
+    files: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         for part in _NEEDED[self.scheme.method]:

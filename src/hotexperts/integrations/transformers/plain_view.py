@@ -24,8 +24,15 @@ ATTRIBUTE = "hotexperts_quantisation"  # of a configuration whose quantization_c
 class TensorFile(Protocol):
     """What tensors are read from."""
 
-    path: Path
-    entries: Mapping[str, TensorEntry]
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Tensor name to its place; the dtype of what is no tensor of torch's is a text."""
+        ...
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of one tensor, or a tensor of its own."""
@@ -82,46 +89,65 @@ def take_quantisation(config: Any, where: object) -> None:
             del part.quantization_config
 
 
-def quantisation_of(config: Any, where: object) -> Scheme | None:
-    """How the checkpoint of a configuration that `read_config` made is packed; None where not.
-
-    Raises:
-        CheckpointError: see `Scheme.of`.
-    """
-    found = getattr(config, ATTRIBUTE, None)
-    return None if found is None else Scheme.of(where, found)
-
-
-def files_by_tensor(
-    files: Sequence[str | Path], scheme: Scheme | None
-) -> dict[str, SafetensorsFile | PackedFile]:
-    """The file of each tensor of a checkpoint, or of each of the plain one that it stands for.
+def open_files(
+    config: Any, files: Sequence[str | Path]
+) -> tuple[Mapping[str, TensorFile], dict[str, LazyTensor] | None]:
+    """The file of each tensor, and what Transformers gets in place of files with packed weights.
 
     Args:
+        config: the model's.
         files: safetensors files; a key in two of them is read from the later one.
-        scheme: how weights are packed; None where they are not.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or packed weights are not as they should be.
     """
-    file_of = {k: f for f in map(SafetensorsFile, map(Path, files)) for k in f.entries}
-    if scheme is None:
-        return {**file_of}
-    packed: dict[str, dict[str, SafetensorsFile]] = defaultdict(dict)
-    names = NAMES[scheme.method]
-    certain = set(names.values()) - {"scales"}  # which may be a parameter of a model's own
+    file_of: dict[str, TensorFile] = {}
+    for file in map(SafetensorsFile, map(Path, files)):
+        file_of |= dict.fromkeys(file.entries, file)
+    if not is_packed(config):
+        return file_of, None
+    where = Path(files[0]).parent
+    plain = _plain(file_of, Scheme.of(where, getattr(config, ATTRIBUTE)), where)
+    return plain, {name: LazyTensor(file, name) for name, file in plain.items()}
+
+
+def _plain(
+    file_of: Mapping[str, TensorFile], scheme: Scheme, where: Path
+) -> Mapping[str, TensorFile]:
+    """Of the tensors of a packed checkpoint, those of the plain one that it stands for."""
+    packed: dict[str, dict[str, TensorFile]] = defaultdict(dict)
+    names = set(NAMES[scheme.method].values())
+    certain = names - {"scales"}  # which may be a parameter of a model's own
     modules = {module for key in file_of for module, _, last in [_parts(key)] if last in certain}
-    plain: dict[str, SafetensorsFile | PackedFile] = {}
+    plain: dict[str, TensorFile] = {}
     for key, file in file_of.items():
         module, _, suffix = _parts(key)
-        if module in modules and suffix in names.values():
+        if module in modules and suffix in names:
             packed[module][suffix] = file
         else:
             plain[key] = file
-    _check_packed(packed, plain, files, scheme)
+    _check_packed(packed, plain, scheme, where)
     for module, parts in packed.items():
         plain[f"{module}.weight"] = PackedFile(PackedWeight(module, scheme, parts))
     return plain
+
+
+def check_left_out(key: str, file_of: Mapping[str, TensorFile]) -> None:
+    """Refuse a packed weight's bias that the model has no place for, unless it does nothing.
+
+    Older writers of GPTQ add zeros to every weight.
+
+    Raises:
+        CheckpointError: it has values.
+    """
+    module, _, suffix = _parts(key)
+    if suffix != "bias" or not isinstance(file_of.get(f"{module}.weight"), PackedFile):
+        return
+    if bool(file_of[key].tensor(key).any()):
+        raise CheckpointError(
+            f"{key} has values, and the model has no such parameter: the checkpoint is of another "
+            "model"
+        )
 
 
 def _parts(key: str) -> tuple[str, str, str]:
@@ -129,7 +155,7 @@ def _parts(key: str) -> tuple[str, str, str]:
 
 
 def _check_packed(
-    packed: Mapping[str, Any], plain: Mapping[str, Any], files: Sequence[Any], scheme: Scheme
+    packed: Mapping[str, Any], plain: Mapping[str, Any], scheme: Scheme, where: Path
 ) -> None:
     twice = next((module for module in packed if f"{module}.weight" in plain), None)
     if twice is not None:
@@ -139,7 +165,7 @@ def _check_packed(
         )
     if not packed:
         raise CheckpointError(
-            f"{Path(files[0]).parent}: quantization_config says {scheme.method}, and no tensor is "
+            f"{where}: quantization_config says {scheme.method}, and no tensor is "
             f"named ...{NAMES[scheme.method]['codes']}: the files are of another checkpoint"
         )
 
@@ -153,8 +179,3 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._file.tensor(self._name)[index].clone()
-
-
-def lazy_state_dict(files: Mapping[str, TensorFile]) -> dict[str, LazyTensor]:
-    """What Transformers may take for a checkpoint's tensors."""
-    return {name: LazyTensor(file, name) for name, file in files.items()}
