@@ -99,29 +99,29 @@ class _Fields(NamedTuple):
         return CheckpointError(f"{self.where}: {name} is {value!r:.60}, not {wanted}: {_REMEDY}")
 
 
+_VERSIONS = ("version", "checkpoint_format", "format")  # writers have different names for it
 _REMEDY = "take another checkpoint of the model, or vLLM"
 
 
 def _gptq(fields: _Fields) -> Scheme:
     """Version 1 keeps zero points less one; the order of inputs is each weight's own."""
     bits = fields.require("bits", (4, 8))
-    name = "checkpoint_format" if "checkpoint_format" in fields.values else "format"
-    version = fields.require(name, (GPTQ, "gptq_v2"), GPTQ)
+    versions = {fields.require(name, (GPTQ, "gptq_v2"), GPTQ) for name in _VERSIONS[1:]}
     fields.require("pack_dtype", ("int32",), "int32")
     fields.refuse("is_marlin_format", "which is a kernel's own order")
     dynamic = fields.values.get("dynamic") or {}
     if not all(isinstance(name, str) and name.startswith("-:") for name in dynamic):
         raise fields.wrong("dynamic", "only of modules that are left out ('-:...')")
     kind = Kind(bits, fields.group_size("group_size"))
-    return Scheme(GPTQ, (kind,), 1 if version == GPTQ else 0)
+    return Scheme(GPTQ, (kind,), 1 if versions == {GPTQ} else 0)
 
 
 def _awq(fields: _Fields) -> Scheme:
     bits = "w_bit" if "w_bit" in fields.values else "bits"
     size = "q_group_size" if "q_group_size" in fields.values else "group_size"
-    version = "version" if "version" in fields.values else "format"
     fields.require(bits, (4,))
-    fields.require(version, ("gemm", "GEMM"), "gemm")
+    for name in _VERSIONS:
+        fields.require(name, ("gemm", "GEMM"), "gemm")
     if fields.values.get("backend") == "llm-awq":
         raise fields.wrong("backend", "'autoawq'")
     return Scheme(AWQ, (Kind(4, fields.group_size(size)),))
