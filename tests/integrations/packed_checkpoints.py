@@ -18,6 +18,7 @@ import torch
 from integrations import zoo
 
 Tensors = dict[str, torch.Tensor]
+LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # of a word's places, the low bits first
 
 
@@ -173,7 +174,7 @@ def build(folder: Path, form: Format, family: str = "qwen3_moe") -> tuple[Path, 
     shutil.copytree(packed, plain)
 
     def convert(name: str, weight: torch.Tensor, of: Callable[[Quantised], Any]) -> Tensors:
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(LINEAR):
             return {name: weight}
         return {k: t.contiguous() for k, t in of(quantise(weight, form, len(name))).items()}
 

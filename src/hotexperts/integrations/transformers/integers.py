@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from hotexperts.integrations.transformers.packed_weights import PackedWeight
 from hotexperts.integrations.transformers.plain_view import PackedFile
 from hotexperts.integrations.transformers.sources import Source
 from hotexperts.kernels.gather.codes import INT4, INT8
-from hotexperts.kernels.gather.scaled import Scaled, power_of_two_in
+from hotexperts.kernels.gather.scaled import MOST_COLUMNS, Scaled, by_row, power_of_two_in
 
 
 def integer_parameter(
@@ -46,7 +47,7 @@ def integer_parameter(
     if is_partly or len(spec.shape) != 2 or spec.dtype not in SLOT_DTYPES:
         return None
     packing = _packing(spec, every)
-    if packing is None or not packing.is_possible or not pays(packing, spec):
+    if packing is None or not pays(packing, spec):
         return None
 
     def read(expert: int) -> Coded:
@@ -81,22 +82,23 @@ def _packing(spec: TensorSpec, weights: Sequence[PackedWeight]) -> Scaled | None
     has_zeros = any(weight.zeros() is not None for weight in weights)
     if has_zeros and bits == 32:
         return None
-    rows, columns = spec.shape
-    group = power_of_two_in(math.gcd(columns, *(weight.group_size for weight in weights)))
+    group = power_of_two_in(math.gcd(*(weight.group_size for weight in weights)))
     code = INT4 if weights[0].kind.bits == 4 else INT8
-    is_half = bits == 16 and dtypes == {torch.float16}
-    if group == 1:
+    # No wider than a tile, which has scales of its own: so tiles are stretches of a slot.
+    found = by_row(code, spec.shape, min(group, MOST_COLUMNS), bits, spec.dtype)
+    if found is None:
         return None
-    return Scaled(code, rows, columns, 1, group, bits, spec.dtype, is_half, has_zeros)
+    is_half = bits == 16 and dtypes == {torch.float16}
+    return replace(found, has_half_scales=is_half, has_zeros=has_zeros)
 
 
 def _coded(weight: PackedWeight, packing: Scaled) -> tuple[torch.Tensor, ...]:
-    """Codes, and scales and zero points of the packing's groups."""
-    first = torch.arange(0, packing.columns, packing.group_columns) // weight.group_size
+    """Codes, and scales and zero points, in the packing's rows, of which each is a group."""
+    group = torch.arange(0, weight.shape[1], packing.columns) // weight.group_size
     scales, zeros = weight.scales(), weight.zeros()
-    found = weight.codes(), scales[:, first]
-    if not packing.has_zeros:
-        return found
     if zeros is None:
         zeros = torch.zeros(scales.shape, dtype=torch.int16)
-    return *found, zeros[:, first]
+    found = [weight.codes().view(-1, packing.columns), scales[:, group].view(-1, 1)]
+    if packing.has_zeros:
+        found.append(zeros[:, group].view(-1, 1))
+    return tuple(found)

@@ -19,8 +19,6 @@ from hotexperts.integrations.transformers.schemes import AWQ, COMPRESSED, GPTQ, 
 
 _NEEDED = {GPTQ: ("codes", "scales", "zeros"), AWQ: ("codes", "scales", "zeros")}
 _NEEDED[COMPRESSED] = ("codes", "scales", "shape")
-# AWQ: column i of eight is in these four bits of a word.
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _ROWS_AT_A_TIME = 4096  # for memory's sake: a head has a row for each token there is
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -115,7 +113,7 @@ class PackedWeight:
         """Uint8 `[outputs, inputs]`, whose low bits are numbers with a sign."""
         method, bits, words = self.scheme.method, self.kind.bits, self._tensor("codes")
         if method == AWQ:
-            found = _in_words(words, bits).unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2).T
+            found = _awq_columns(_in_words(words, bits)).T
         else:
             found = _in_words(words.T if method == GPTQ else words, bits)[:, : self.shape[1]]
         return (found ^ (1 << (bits - 1))).contiguous()
@@ -141,7 +139,7 @@ class PackedWeight:
         else:
             found = _in_words(words, bits)
             if method == AWQ:
-                found = found.unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
+                found = _awq_columns(found)
             found = found.T
         moved = found.short() + self.scheme.zero_shift - (1 << (bits - 1))
         return moved.contiguous() if bool(moved.any()) else None
@@ -239,6 +237,11 @@ def _in_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 4:
         found = torch.stack([found & 0xF, found >> 4], dim=-1).flatten(-2)
     return found
+
+
+def _awq_columns(found: torch.Tensor) -> torch.Tensor:
+    """Codes in the order of columns: a word has four even ones of eight, then the odd ones."""
+    return found.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
 
 
 def _said(dtype: object) -> str:

@@ -15,6 +15,7 @@ from hotexperts.integrations.transformers.schemes import METHODS
 
 _HUB_SECONDS = 10
 DEQUANTISED = ("fp8", "mxfp4")
+_READ = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
 _FIND_OPTIONS = (  # those that say where files are: for the configuration and for the weights
     "cache_dir",
     "code_revision",
@@ -107,8 +108,8 @@ def _dequantise(path_or_id: str | Path, config: Any) -> None:
         return
     if method not in DEQUANTISED:
         raise UnsupportedModelError(
-            f"{path_or_id}: quantised by {method!r}; an expert cache on Transformers loads plain "
-            f"weights and {', '.join((*DEQUANTISED, *METHODS))} checkpoints"
+            f"{path_or_id}: quantised by {method!r}, which an expert cache on Transformers does "
+            f"not read: take a plain checkpoint, or one of {', '.join(_READ)}"
         )
     quantization["dequantize"] = True
 
