@@ -13,6 +13,9 @@ _AREAS_OF_FILES = "run the command that wrote it again with `--json`, and give i
 MODULES = {  # for what else a module says
     "fields": _AREAS_OF_FILES,
     "integrations.transformers.checkpoint": _CHECKPOINT,
+    "integrations.transformers.integers": _CHECKPOINT,
+    "integrations.transformers.packed_weights": _CHECKPOINT,
+    "integrations.transformers.plain_view": _CHECKPOINT,
     "integrations.transformers.recording": _ROUTING,
     "integrations.transformers.sources": _CHECKPOINT,
     "kernels.plan.layout": "delete the file of the state, or name another",
@@ -83,16 +86,8 @@ MESSAGES = {
     "state_dict does not work with an expert cache: experts are read from the checkpoint's files": (
         "write the weights as a checkpoint, and load that"
     ),
-    "quantization_config does not work with an expert cache: give expert_dtype to quantise "
-    "experts; a checkpoint's own fp8 and mxfp4 are read without being asked": (
-        "leave it out, or serve the quantised model [with vLLM](vllm.md)"
-    ),
     "<path_or_id>: no such folder here, and the hub cannot be reached to look for a model of that "
     "name: <error>": "mend the path or the network; HF_HUB_OFFLINE=1 uses what was downloaded",
-    "<path_or_id>: quantised by <method>; an expert cache on Transformers loads plain weights and "
-    "fp8, mxfp4 checkpoints, which it dequantises": (
-        "take the plain checkpoint, or serve the quantised one [with vLLM](vllm.md)"
-    ),
     "<path_or_id>: <number of names> <kind> tensors, first <names>: the checkpoint is incomplete, "
     "or of another model": _CHECKPOINT,
     "--moe-expert-cache-policy: <error>": (

@@ -58,6 +58,8 @@ PACKINGS = {
     "int8": by_row(codes.INT8, (128, 128), 128, 16, torch.bfloat16),
     "fp8": Scaled(codes.E4M3, 128, 128, 128, 128, 32, torch.bfloat16),
     "mxfp4": Scaled(codes.E2M1, 128, 128, 32, 1, 8, torch.bfloat16),
+    "gptq": Scaled(codes.INT4, 128, 128, 1, 128, 16, torch.float16, True),
+    "awq": Scaled(codes.INT4, 128, 128, 1, 128, 16, torch.bfloat16, True, True),
 }
 name, policy, packing, capability = json.loads(sys.argv[1])
 rows, num_rows = torch.zeros(8, 64, dtype=torch.int32), 4

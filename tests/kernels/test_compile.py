@@ -50,6 +50,8 @@ def test_banks_are_filled_sixteen_bytes_at_a_time(packing: str, capability: int)
         ("fp8", 90, 2, "ld.global.b32", 2 + PLAN_LOADS),
         ("int4", 80, 4, "ld.global.b16", 4),
         ("mxfp4", 90, 4, "ld.global.v2.b32", 2),  # of columns, which a group's rows share
+        ("gptq", 80, 4, "ld.global.b16", 4),
+        ("awq", 90, 4, "ld.global.b32", 4 + PLAN_LOADS),  # a scale and its zero point in one
     ],
 )
 def test_codes_are_one_load_and_scales_few(

@@ -45,8 +45,8 @@ def as_float64(codes: torch.Tensor, code: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float64).view(codes.shape)
 
 
-def random_coded(packing: Scaled, num_experts: int, seed: int = 0) -> tuple[Any, Any]:
-    """Codes, no NaN among them, and scales that the packing holds."""
+def random_coded(packing: Scaled, num_experts: int, seed: int = 0) -> tuple[Any, ...]:
+    """Codes, no NaN among them, scales that the packing holds, and zero points where it has any."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_experts, packing.rows, packing.columns)
     codes = torch.randint(0, 1 << packing.code_bits, shape, generator=generator).to(torch.uint8)
@@ -57,7 +57,12 @@ def random_coded(packing: Scaled, num_experts: int, seed: int = 0) -> tuple[Any,
     scales = 2.0 ** (biased - 127.0)
     if packing.scale_bits > 8:
         scales = scales * (1 + torch.rand(scales.shape, generator=generator))
-    return codes, scales.bfloat16().float() if packing.scale_bits == 16 else scales
+    if packing.scale_bits == 16:
+        scales = (scales.half() if packing.has_half_scales else scales.bfloat16()).float()
+    if not packing.has_zeros:
+        return codes, scales
+    half = 1 << (packing.code_bits - 1)
+    return codes, scales, torch.randint(-half, half + 1, scales.shape, generator=generator).short()
 
 
 def cases() -> list[Scaled]:
@@ -66,26 +71,33 @@ def cases() -> list[Scaled]:
         for j, shape in enumerate([*SHAPES, TURNED]):
             dtype = (torch.bfloat16, torch.float16)[(i + j) % 2]
             found.append(Scaled(code, *shape, (32, 16, 8)[(i + j) % 3], dtype))
-    return found
+    of_16_bits = [
+        Scaled(INT8, *SHAPES[0], 16, torch.float16, True),
+        Scaled(INT4, *SHAPES[1], 16, torch.bfloat16, True, True),
+        Scaled(INT8, *SHAPES[2], 16, torch.bfloat16, False, True),
+        Scaled(INT4, *TURNED, 16, torch.bfloat16, True),
+    ]
+    return [*of_16_bits, *found]
 
 
 def case_id(packing: Scaled) -> str:
     name = CODE_NAMES[packing.code]
-    return f"{name}-{packing.group_rows}x{packing.group_columns}-{packing.scale_bits}"
+    scale = f"{packing.scale_bits}{'h' * packing.has_half_scales}{'z' * packing.has_zeros}"
+    return f"{name}-{packing.group_rows}x{packing.group_columns}-{scale}"
 
 
 @pytest.mark.parametrize("packing", cases(), ids=case_id)
 def test_values_are_code_times_scale(packing: Scaled) -> None:
     """Rounded once to float32 and once to the slot's dtype."""
-    codes, scales = random_coded(packing, 2)
-    words = packing.encode(codes, scales)
+    codes, scales, *zeros = random_coded(packing, 2)
+    words = packing.encode(codes, scales, *zeros)
     num_values = packing.rows * packing.columns
     assert words.shape == (2, packing.num_words(num_values))
     found = packing.unpack(words, num_values).view(codes.shape)
-    spread = scales.double()
+    spread = [part.double() for part in (scales, *zeros)]
     for dim, size in ((1, packing.group_rows), (2, packing.group_columns)):
-        spread = spread.repeat_interleave(size, dim)
-    wanted = as_float64(codes, packing.code) * spread
+        spread = [part.repeat_interleave(size, dim) for part in spread]
+    wanted = (as_float64(codes, packing.code) - sum(spread[1:])) * spread[0]
     assert torch.equal(found, wanted.float().to(packing.dtype))
     assert found.dtype == packing.dtype
 

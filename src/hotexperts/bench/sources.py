@@ -21,6 +21,7 @@ from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels, 
 from hotexperts.cache.packed_store import check_packable
 from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
+from hotexperts.integrations.transformers.load import hook_loading
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
@@ -213,6 +214,7 @@ def resident_model(
 
     trust = {"trust_remote_code": trust_remote_code}
     config, _ = read_config(path, dict(trust))
+    hook_loading()  # which reads packed weights
     return AutoModelForCausalLM.from_pretrained(
         path,
         config=config,

@@ -28,7 +28,7 @@ _KINDS = {"fp8": (codes.E4M3, 128), "int8": (codes.INT8, 128), "int4": (codes.IN
 _SCALE_BITS = 16
 SLOT_DTYPES = (torch.bfloat16, torch.float16)
 Packings: TypeAlias = tuple[Packing | None, ...]
-Coded: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # codes and scales, as `Scaled.encode` takes
+Coded: TypeAlias = tuple[torch.Tensor, ...]  # codes, scales, zeros, as `Scaled.encode` takes them
 
 
 class CodedSource(Protocol):

@@ -79,7 +79,7 @@ def load(
         expert_dtype: "fp8", "int8" or "int4" quantises the experts as they are loaded into host
             memory, which changes their values (`expert_cache.relative_errors` says how much), and
             dequantises each as it is copied into its slot, which holds the model's dtype; "none"
-            changes nothing. What a checkpoint has in fp8 or mxfp4 is kept so either way.
+            changes nothing: what a checkpoint has in fp8, mxfp4, int8 or int4 stays so.
         prefetch: "router" copies, in the device mode and while the link would be idle, what the
             next layer's router makes of this layer's input; "lift" what has followed this layer's
             experts so far, as counted, which needs no router ("router" does so, too, for layers

@@ -2,15 +2,14 @@
 
 Per-expert and stacked tensors are read as views of the mapped file. Whatever else a model's
 conversion does (transposing, interleaving, dequantising fp8 or mxfp4) runs through Transformers'
-own converter, one expert at a time; what rows can hold in fp8 or mxfp4 is read without it.
+own converter, one expert at a time; what rows can hold in codes is read without it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch
 from hotexperts.cache import FileStore
 from hotexperts.cache.file_store import PinnedBounce
 from hotexperts.cache.parallel_read import Span
-from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError
 from hotexperts.formats import TensorSpec
 from hotexperts.integrations.transformers import compat
@@ -27,7 +25,9 @@ from hotexperts.integrations.transformers.coded import (
     CodedParameter,
     coded_parameter,
 )
+from hotexperts.integrations.transformers.integers import integer_parameter
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.plain_view import TensorFile, check_left_out
 from hotexperts.integrations.transformers.sources import (
     ModelOfOneExpert,
     ParameterSources,
@@ -44,14 +44,16 @@ class ExpertCheckpoint:
 
     Args:
         model: on the meta device, parameters in place, quantiser applied.
-        files: safetensors files.
+        file_of: the file of each tensor, see `open_files`.
         weight_mapping: Transformers' renamings and converters for this model.
 
     Raises:
-        CheckpointError: a file is missing or corrupt.
+        CheckpointError: a bias that the model has no place for.
     """
 
-    def __init__(self, model: Any, files: Sequence[str | Path], weight_mapping: Sequence[Any]):
+    def __init__(
+        self, model: Any, file_of: Mapping[str, TensorFile], weight_mapping: Sequence[Any]
+    ) -> None:
         self._model = ModelOfOneExpert(model)
         self._config = model.config
         self._sources: dict[str, ParameterSources] = defaultdict(ParameterSources)
@@ -60,14 +62,14 @@ class ExpertCheckpoint:
         converters = [entry for entry in weight_mapping if isinstance(entry, found.converter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         meta = model.state_dict()
-        # As in Transformers, a key in two files is read from the later one.
-        file_of = {k: f for f in map(SafetensorsFile, map(Path, files)) for k in f.entries}
         for key in sorted(file_of, key=found.natural_key):
             target, pattern = found.rename_source_key(
                 key, renamings, converters, model.base_model_prefix, meta
             )
             if target not in meta and key in meta:
                 target, pattern = key, None
+            if target not in meta:
+                check_left_out(key, file_of)
             entry = self._sources[target]
             renamed, _ = found.rename_source_key(key, renamings, [])
             number = expert_number(renamed, pattern or "")
@@ -152,7 +154,8 @@ class ExpertCheckpoint:
         found: list[Any] = []
         for spec, entry in zip(experts.layout.specs, entries, strict=True):
             reader = self._reader(experts, spec.name, entry)
-            found.append(coded_parameter(spec, entry) or partial(_whole, spec, reader))
+            coded = coded_parameter(spec, entry) or integer_parameter(spec, _pieces(entry))
+            found.append(coded or partial(_whole, spec, reader))
         if not any(isinstance(parameter, CodedParameter) for parameter in found):
             return None
 

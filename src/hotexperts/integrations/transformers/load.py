@@ -36,6 +36,7 @@ from hotexperts.integrations.transformers.modules import (
     find_experts,
     take_parameters,
 )
+from hotexperts.integrations.transformers.plain_view import is_packed, open_files
 from hotexperts.integrations.transformers.positions import within_positions
 from hotexperts.integrations.transformers.row_forms import in_codes, ram_nbytes
 from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
@@ -85,10 +86,15 @@ _defaults = LoadOptions()
 
 
 def install(options: LoadOptions) -> None:
-    """Hook into Transformers once; models that ask for "hotexperts" experts use `options`."""
+    """Hook into Transformers; models that ask for "hotexperts" experts use `options`."""
     global _defaults
     _defaults = options
     experts.register()
+    hook_loading()
+
+
+def hook_loading() -> None:
+    """Let `from_pretrained` come by here, once; other models load as before."""
     base = compat.names().base_model
     if getattr(base._load_pretrained_model, "_hotexperts", False):
         return
@@ -96,6 +102,8 @@ def install(options: LoadOptions) -> None:
 
     def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         if model.config._experts_implementation != experts.NAME:
+            if is_packed(model.config):
+                _, state_dict = open_files(model.config, files)
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
@@ -134,7 +142,8 @@ def _load(
             "(save_pretrained writes safetensors)"
         )
     found = find_experts(model)
-    checkpoint = ExpertCheckpoint(model, files, load_config.weight_mapping or [])
+    file_of, state_dict = open_files(model.config, files)
+    checkpoint = ExpertCheckpoint(model, file_of, load_config.weight_mapping or [])
     if pending.instead is not None:
         pending.instead(found, checkpoint, [Path(file) for file in files])
     coded = in_codes(found, checkpoint, pending.options.cache)
@@ -146,7 +155,7 @@ def _load(
     for layer in found:
         take_parameters(layer.module)
     try:
-        result = original(model, None, files, load_config, *rest)
+        result = original(model, state_dict, files, load_config, *rest)
     except SafetensorError as error:
         raise CheckpointError(f"{Path(files[0]).parent}: cannot be read: {error}") from error
     except RuntimeError as error:

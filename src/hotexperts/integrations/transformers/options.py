@@ -24,8 +24,8 @@ _NOT_WITH_A_CACHE = {
     "config": "give the values to change by name, such as max_position_embeddings=1024",
     "experts_implementation": "give experts_algorithm",
     "gguf_file": "only safetensors files are read: convert the checkpoint",
-    "quantization_config": "give expert_dtype to quantise experts; a checkpoint's own fp8 and "
-    "mxfp4 are read without being asked",
+    "quantization_config": "give expert_dtype to quantise experts; a checkpoint's own is read "
+    "without being asked",
 }
 
 

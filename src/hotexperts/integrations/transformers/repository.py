@@ -10,9 +10,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hotexperts.errors import CheckpointError, UnsupportedModelError
 from hotexperts.integrations.transformers.options import check_path
+from hotexperts.integrations.transformers.plain_view import take_quantisation
+from hotexperts.integrations.transformers.schemes import METHODS
 
 _HUB_SECONDS = 10
 DEQUANTISED = ("fp8", "mxfp4")
+_READ = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
 _FIND_OPTIONS = (  # those that say where files are: for the configuration and for the weights
     "cache_dir",
     "code_revision",
@@ -26,7 +29,7 @@ _FIND_OPTIONS = (  # those that say where files are: for the configuration and f
 
 
 def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration; quantised experts are asked to be dequantised on loading.
+    """The model's configuration; quantised weights are asked to be dequantised on loading.
 
     Args:
         path_or_id: as for `load`.
@@ -37,7 +40,8 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
         The configuration, and the options that are still for `from_pretrained`.
 
     Raises:
-        CheckpointError: there is no configuration at that path or id, or the hub is out of reach.
+        CheckpointError: there is no configuration at that path or id, or the hub is out of reach;
+            or it is not sound about packed weights.
         UnsupportedModelError: quantised in a way that is not dequantised.
     """
     from transformers import AutoConfig
@@ -55,7 +59,7 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
         if not Path(path_or_id).is_dir():
             where += "neither a folder nor a readable hub id: "
         raise CheckpointError(_once(where, first_line(error))) from error
-    _dequantise(path_or_id, getattr(config, "quantization_config", None))
+    _dequantise(path_or_id, config)
     for name in ("_from_auto", "_commit_hash"):
         rest.pop(name, None)
     return config, {**rest, **finding, "trust_remote_code": trust}
@@ -94,14 +98,18 @@ def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> 
         ) from error
 
 
-def _dequantise(path_or_id: str | Path, quantization: Any) -> None:
+def _dequantise(path_or_id: str | Path, config: Any) -> None:
+    quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method in METHODS:
+        take_quantisation(config, path_or_id)
+        return
     if method not in DEQUANTISED:
         raise UnsupportedModelError(
-            f"{path_or_id}: quantised by {method!r}; an expert cache on Transformers loads plain "
-            f"weights and {', '.join(DEQUANTISED)} checkpoints, which it dequantises"
+            f"{path_or_id}: quantised by {method!r}, which an expert cache on Transformers does "
+            f"not read: take a plain checkpoint, or one of {', '.join(_READ)}"
         )
     quantization["dequantize"] = True
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotexperts.cache.safetensors_file import SafetensorsFile
 from hotexperts.errors import CheckpointError, UnsupportedModelError
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.plain_view import TensorFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class Source:
             holds all experts.
     """
 
-    file: SafetensorsFile
+    file: TensorFile
     key: str
     expert: int | None
 
     @property
     def dtype(self) -> torch.dtype | str:
-        """Its dtype in the file."""
+        """Its dtype in the file; one that torch does not have is a text."""
         return self.file.entries[self.key].dtype
 
     def tensor(self) -> torch.Tensor:
-        """A view of the file."""
+        """A view of the file, or the numbers of a packed one."""
         return self.file.tensor(self.key)
 
 
@@ -89,7 +89,7 @@ def view(sources: list[Source], expert: int) -> torch.Tensor:
     return sources[0].tensor()[expert : expert + 1]
 
 
-def place(sources: list[Source], expert: int, num_experts: int) -> tuple[SafetensorsFile, int, int]:
+def place(sources: list[Source], expert: int, num_experts: int) -> tuple[TensorFile, int, int]:
     """Where one expert's bytes of a tensor lie: the file, and their begin and end in it."""
     source = sources[expert if sources[0].expert is not None else 0]
     _, _, begin, end = source.file.entries[source.key]

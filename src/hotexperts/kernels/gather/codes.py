@@ -39,8 +39,12 @@ def codes_of_words(words: torch.Tensor, code_bits: int) -> torch.Tensor:
     return found.transpose(-3, -2).flatten(-3)
 
 
-def bits_of_scales(scales: torch.Tensor, scale_bits: int) -> torch.Tensor:
-    """Float32 `[..., s]` as uint8 `[..., s * scale_bits / 8]`."""
+def bits_of_scales(
+    scales: torch.Tensor, scale_bits: int, *, are_half: bool = False
+) -> torch.Tensor:
+    """Float32 `[..., s]` as uint8 `[..., s * scale_bits / 8]`; 16 bits are bf16, or fp16."""
+    if are_half:
+        return scales.contiguous().half().view(torch.uint8)
     bits = scales.contiguous().view(torch.int32)
     if scale_bits == 8:
         return (bits >> 23).to(torch.uint8)
@@ -48,8 +52,10 @@ def bits_of_scales(scales: torch.Tensor, scale_bits: int) -> torch.Tensor:
     return kept.view(torch.uint8)
 
 
-def scales_of_bits(words: torch.Tensor, scale_bits: int) -> torch.Tensor:
-    """Int32 words as the float32 they hold."""
+def scales_of_bits(words: torch.Tensor, scale_bits: int, *, are_half: bool = False) -> torch.Tensor:
+    """Words, or any integers, as the float32 they hold."""
+    if are_half:
+        return words.view(torch.float16).float()
     if scale_bits == 32:
         return words.view(torch.float32)
     if scale_bits == 16:

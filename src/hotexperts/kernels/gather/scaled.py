@@ -6,7 +6,8 @@ it needs no shuffle, a tile's rows are taken in as many parts as a word makes wo
 of 8-bit codes or four of 4-bit ones: word m of the codes makes word m of each part, the part's
 number says from which bytes, and the low byte or half comes first.
 
-A value is the code's number times its scale, both as float32, rounded to the slot's dtype.
+A value is the code's number times its scale, both as float32, rounded to the slot's dtype. Where
+scales have zero points, an int16 beside each, that is first taken from the number, which is exact.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hotexperts.kernels.gather.packing import SCALED
 MOST_CODE_WORDS = 1024  # of a tile: sixteen bytes for each of 256 threads
 MOST_COLUMNS = 128  # of a tile
 E4M3_MAX = 448.0
+HALF_SCALES, ZEROS = 64, 128  # added to a form's bits of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Scaled:
         group_columns: columns that share it, a power of two.
         scale_bits: 32, 16 or 8 of a scale's float32 are kept: all, bf16, or the exponent alone.
         dtype: of the slot, torch.bfloat16 or torch.float16.
+        has_half_scales: 16 bits of a scale are fp16, not bf16.
+        has_zeros: each scale, of 16 bits, has a zero point.
     """
 
     code: int
@@ -53,8 +57,15 @@ class Scaled:
     group_columns: int
     scale_bits: int
     dtype: torch.dtype
+    has_half_scales: bool = False
+    has_zeros: bool = False
 
     base = 0
+
+    def __post_init__(self) -> None:
+        is_otherwise = self.has_half_scales or self.has_zeros
+        assert self.scale_bits == 16 or not is_otherwise, "of scales of 16 bits"
+        assert self.group_columns > 1 or not self.has_zeros, "kernels look for them in rows"
 
     @property
     def code_bits(self) -> int:
@@ -98,13 +109,15 @@ class Scaled:
     def num_tile_words(self) -> int:
         """Words of a tile: codes, and scales filled up to sixteen bytes."""
         rows, columns = self._scales_of_tile
-        return self.num_code_words + 4 * -(-rows * columns * self.scale_bits // 128)
+        bits = 32 if self.has_zeros else self.scale_bits
+        return self.num_code_words + 4 * -(-rows * columns * bits // 128)
 
     @property
     def form(self) -> tuple[int, ...]:
         """What a kernel is compiled for."""
         is_bf16 = self.dtype == torch.bfloat16
-        groups = self.group_rows, self.group_columns, self.scale_bits, int(is_bf16)
+        scales = self.scale_bits + HALF_SCALES * self.has_half_scales + ZEROS * self.has_zeros
+        groups = self.group_rows, self.group_columns, scales, int(is_bf16)
         return SCALED, self.code, *self.tile, self.columns, *groups, self.num_tile_words
 
     @property
@@ -137,6 +150,8 @@ class Scaled:
             `[n, rows / group_rows, columns / group_columns]`, which `scale_bits` hold.
         """
         assert self.scale_bits >= 16, "exponents alone are no scales to choose"
+        is_otherwise = self.has_half_scales or self.has_zeros
+        assert not is_otherwise, "only checkpoints have such scales"
         groups = values.view(
             len(values),
             self.rows // self.group_rows,
@@ -158,20 +173,27 @@ class Scaled:
             codes &= (1 << self.code_bits) - 1
         return codes.view(len(values), self.rows, self.columns), scales
 
-    def encode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def encode(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Lay codes and scales out.
 
         Args:
             codes: uint8 `[n, rows, columns]`; of 4-bit ones the low half counts.
             scales: float32 `[n, rows / group_rows, columns / group_columns]`.
+            zeros: int16 of the same shape, where there are any.
 
         Returns:
             Int32 `[n, num_words]`.
         """
         words = words_of_codes(self._by_tile(codes, self.tile), self.code_bits)
-        tile_rows, tile_columns = self._scales_of_tile
-        spread = self._spread(scales)  # a group larger than a tile is in several of them
-        kept = bits_of_scales(self._by_tile(spread, (tile_rows, tile_columns)), self.scale_bits)
+        kept = bits_of_scales(
+            self._scales_by_tile(scales), self.scale_bits, are_half=self.has_half_scales
+        )
+        assert self.has_zeros == (zeros is not None), "zero points, or none"
+        if zeros is not None:
+            both = kept.view(torch.int16), self._scales_by_tile(zeros)
+            kept = torch.stack(both, dim=-1).flatten(-2).view(torch.uint8)
         room = 4 * (self.num_tile_words - self.num_code_words)
         kept = torch.nn.functional.pad(kept, (0, room - kept.shape[-1]))
         return torch.cat([words, kept.view(torch.int32)], dim=-1).flatten(1)
@@ -182,14 +204,26 @@ class Scaled:
         tiles = words.unflatten(1, (-1, self.num_tile_words))
         codes = codes_of_words(tiles[..., : self.num_code_words], self.code_bits)
         kept = tiles[..., self.num_code_words :].contiguous()
-        scales = scales_of_bits(kept, self.scale_bits)
-        grid = self._scales_of_tile
-        scales = scales[..., : grid[0] * grid[1]].unflatten(-1, grid)
-        repeats = self.tile[0] // grid[0], self.tile[1] // grid[1]
-        scales = scales.repeat_interleave(repeats[0], -2).repeat_interleave(repeats[1], -1)
-        values = numbers(codes, self.code).view(scales.shape) * scales
+        found = numbers(codes, self.code)
+        if self.has_zeros:
+            pairs = kept.view(torch.int16).unflatten(-1, (-1, 2))
+            kept = pairs[..., 0].contiguous()
+            found = found - self._of_every_value(pairs[..., 1].float())
+        scales = scales_of_bits(kept, self.scale_bits, are_half=self.has_half_scales)
+        values = (found * self._of_every_value(scales)).unflatten(-1, self.tile)
         matrix = values.unflatten(1, self._tiles).transpose(2, 3)
         return matrix.reshape(len(words), num_values).to(self.dtype)
+
+    def _of_every_value(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """`[..., scales of a tile and more]` as `[..., values of a tile]`."""
+        grid = self._scales_of_tile
+        found = of_groups[..., : grid[0] * grid[1]].unflatten(-1, grid)
+        repeats = self.tile[0] // grid[0], self.tile[1] // grid[1]
+        return found.repeat_interleave(repeats[0], -2).repeat_interleave(repeats[1], -1).flatten(-2)
+
+    def _scales_by_tile(self, scales: torch.Tensor) -> torch.Tensor:
+        """`[n, tiles, scales of a tile]`; a group larger than a tile is in several of them."""
+        return self._by_tile(self._spread(scales), self._scales_of_tile)
 
     def _spread(self, scales: torch.Tensor) -> torch.Tensor:
         """As many as tiles have: `[n, tiles * scales of a tile, ...]`."""

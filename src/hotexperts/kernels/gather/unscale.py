@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from hotexperts.kernels.gather import codes as spec
+from hotexperts.kernels.gather import scaled
 
 INT8: tl.constexpr = tl.constexpr(spec.INT8)
 E4M3: tl.constexpr = tl.constexpr(spec.E4M3)
 INT4: tl.constexpr = tl.constexpr(spec.INT4)
 E2M1: tl.constexpr = tl.constexpr(spec.E2M1)
-
+HALF_SCALES: tl.constexpr = tl.constexpr(scaled.HALF_SCALES)
+ZEROS: tl.constexpr = tl.constexpr(scaled.ZEROS)
 
 # Places in a form.
 CODE: tl.constexpr = tl.constexpr(1)
@@ -22,7 +24,7 @@ TILE_COLUMNS: tl.constexpr = tl.constexpr(3)
 COLUMNS: tl.constexpr = tl.constexpr(4)
 GROUP_ROWS: tl.constexpr = tl.constexpr(5)
 GROUP_COLUMNS: tl.constexpr = tl.constexpr(6)
-SCALE_BITS: tl.constexpr = tl.constexpr(7)
+SCALES: tl.constexpr = tl.constexpr(7)  # bits of one, and what else is known of it
 IS_BF16: tl.constexpr = tl.constexpr(8)
 TILE_WORDS: tl.constexpr = tl.constexpr(9)
 
@@ -33,7 +35,7 @@ def unscale_block(source, target, i_tile, FORMS: tl.constexpr, FORM: tl.constexp
     KIND: tl.constexpr = FORMS[FORM + CODE]
     ROWS: tl.constexpr = FORMS[FORM + GROUP_ROWS]  # that share a scale
     WIDTH: tl.constexpr = FORMS[FORM + GROUP_COLUMNS]
-    BITS: tl.constexpr = FORMS[FORM + SCALE_BITS]
+    KEPT: tl.constexpr = FORMS[FORM + SCALES]
     TO_BF16: tl.constexpr = FORMS[FORM + IS_BF16]
     PARTS: tl.constexpr = 2 if KIND <= E4M3 else 4
     PART_ROWS: tl.constexpr = FORMS[FORM + TILE_ROWS] // PARTS
@@ -46,16 +48,19 @@ def unscale_block(source, target, i_tile, FORMS: tl.constexpr, FORM: tl.constexp
     codes = tl.load(block + o_row[:, None] * HALF + o_word[None, :])
     for j in tl.static_range(PARTS):
         if WIDTH >= 2 * HALF:  # a row has one
-            first = _scale(scales, (j * PART_ROWS + o_row) // ROWS, BITS)[:, None]
+            at = (j * PART_ROWS + o_row) // ROWS
+            first = _scale(scales, at, KEPT)[:, None]
             second = first
+            zero = _zero(scales, at, KEPT)[:, None]
         elif j % PARTS_ALIKE == 0:  # the rows of a few parts have the same
             at = (j * PART_ROWS // ROWS) * (2 * HALF // WIDTH)
-            of_row = _scale(scales, at + tl.arange(0, 2 * HALF) // WIDTH, BITS)
+            of_row = _scale(scales, at + tl.arange(0, 2 * HALF) // WIDTH, KEPT)
             even, odd = tl.split(tl.reshape(of_row, (HALF, 2)))
             first, second = even[None, :], odd[None, :]
+            zero = first  # there are none
         both = codes >> (32 // PARTS * j)
-        low = _value(both, first, KIND, TO_BF16)
-        high = _value(both >> SECOND, second, KIND, TO_BF16)
+        low = _value(both, first, zero, KIND, TO_BF16, KEPT)
+        high = _value(both >> SECOND, second, zero, KIND, TO_BF16, KEPT)
         o_out = _places(i_tile, j, FORMS, FORM)
         tl.store(target + o_out, (low & 0xFFFF) | (high << 16))
 
@@ -84,9 +89,12 @@ def _places(i_tile, j: tl.constexpr, FORMS: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _value(code, scale, KIND: tl.constexpr, TO_BF16: tl.constexpr):
-    """The low 16 bits of the result: the code's number times its scale."""
-    product = _size(code, KIND) * scale
+def _value(code, scale, zero, KIND: tl.constexpr, TO_BF16: tl.constexpr, KEPT: tl.constexpr):
+    """The low 16 bits of the result: the code's number, from its zero point, times its scale."""
+    number = _size(code, KIND)
+    if KEPT >= ZEROS:
+        number = number - zero
+    product = number * scale
     if TO_BF16:  # by hand: the interpreter would cut what does not fit
         bits = product.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -119,13 +127,27 @@ def _size(code, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale(scales, at, BITS: tl.constexpr):
-    """Scales as float32."""
-    if BITS == 32:
+def _scale(scales, at, KEPT: tl.constexpr):
+    """Scales as float32; where they have zero points, those are the high halves of their words."""
+    if KEPT == 32 or KEPT >= ZEROS:
         bits = tl.load(scales + at)
-    elif BITS == 16:
-        bits = tl.load(scales.to(tl.pointer_type(tl.int16)) + at).to(tl.int32) << 16
-    else:
+    elif KEPT == 8:
         bits = tl.load(scales.to(tl.pointer_type(tl.uint8)) + at).to(tl.int32) << 23
         bits = tl.where(bits == 0, 1 << 22, bits)
-    return bits.to(tl.float32, bitcast=True)
+    else:
+        bits = tl.load(scales.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
+    if HALF_SCALES & KEPT:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KEPT == 16 or KEPT >= ZEROS:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _zero(scales, at, KEPT: tl.constexpr):
+    """Zero points as float32, where there are any."""
+    if KEPT >= ZEROS:
+        return (tl.load(scales + at) >> 16).to(tl.float32)
+    else:
+        return at
