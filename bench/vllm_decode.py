@@ -209,15 +209,15 @@ def timed_eager(engine: Engine, replay: vllm_engine.Replay) -> dict[str, Any]:
         found |= timed(engine, replay, label, (1,), False, steps, prompt)
     caches, device = engine.caches, engine.runner.device
     for name, layer in caches.layers.items():
-        store = caches._stores[name]
+        store = caches.stores[name]
         layer.use(
             CachedWeightProvider(
                 store,
                 32,
                 policy="lru",
                 device=device,
-                banks=caches._banks[store.layout],
-                turn=caches._turn,
+                banks=caches.shared.banks[store.layout],
+                turn=caches.shared.turn,
             )
         )
     return found | timed(engine, replay, "eager host, 32 slots", (1,), False, steps, prompt)

@@ -112,7 +112,7 @@ def _slots(engine: Engine, total_nbytes: int) -> int:
         + budget.workspace_nbytes(engine.config, experts)
         + budget.CONTEXT_NBYTES
     )
-    shapes = [caches._shape(store, ours._top_k) for store in ours._stores.values()]
+    shapes = [caches.shape_of(store, ours.top_k) for store in ours.stores.values()]
     return capacity_for_budget(total_nbytes, other, shapes).capacity
 
 

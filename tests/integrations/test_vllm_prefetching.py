@@ -120,17 +120,17 @@ def test_the_lift_table_guesses_where_told_to_or_where_there_is_no_gate(
     for layer in cached.values():
         layer.provider = FakeProvider()
     caches = ModelCaches(options.parse({"size": 4, "options": {"prefetch": prefetch}}), None)
-    caches.layers, caches._top_k = cached, 4
+    caches.layers, caches.top_k = cached, 4
     caches.give_guesses(model)
     assert [layer.provider.top_k for layer in cached.values()] == [0, 0, 0], "without a lane"
-    caches._lanes = {None: None}  # type: ignore[dict-item]
+    caches.shared.lanes = {None: None}  # type: ignore[dict-item]
     caches.give_guesses(model)
     assert [layer.provider.top_k for layer in cached.values()] == by_lift
     has_gate = [layer.guess is not None for layer in cached.values()]
     assert has_gate == [prefetch == "router" and not top_k for top_k in by_lift[:2]] + [False]
     assert bool(caplog.records) == is_said
     draft = ModelCaches(caches.options, None, target=caches)
-    draft.layers, draft._lanes = cached, caches._lanes
+    draft.layers, draft.shared.lanes = cached, caches.shared.lanes
     draft.give_guesses(nn.Module())  # which has no gates
     assert [layer.provider.top_k for layer in cached.values()] == by_lift
 

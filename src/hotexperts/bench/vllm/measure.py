@@ -81,7 +81,7 @@ def _facts(engine: Engine, asked: Asked) -> dict[str, Any]:
     """What all rows share."""
     import vllm
 
-    stores = list(engine.caches._stores.values())
+    stores = list(engine.caches.stores.values())
     method = asked.shape.quantization
     return {
         "model_class": f"{asked.shape.sizes['architectures'][0]} in vLLM {vllm.__version__}",
@@ -103,7 +103,7 @@ def _tolerance(shape: Shape) -> float:
 def _about(engine: Engine, size: int) -> Row:
     caches = engine.caches
     providers = caches.providers.values()
-    is_packed = any(isinstance(s, PackedBackingStore) for s in caches._stores.values())
+    is_packed = any(isinstance(s, PackedBackingStore) for s in caches.stores.values())
     is_device = all(isinstance(provider, DeviceWeightProvider) for provider in providers)
     return {
         "size": str(size),

@@ -53,7 +53,7 @@ class Model:
 
     def _make_resident(self) -> None:
         for name, layer in self.caches.layers.items():
-            store = self.caches._stores[name]
+            store = self.caches.stores[name]
             device = layer.provider.slot_buffer.device
             buffer, tensors = store.layout.allocate(store.num_experts, device)
             for expert in range(store.num_experts):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache import CPUBackingStore
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import PageLockError
@@ -20,10 +19,7 @@ from hotexperts.cache.packed_store import (
     describe_packing,
     packs,
 )
-from hotexperts.cache.padding import TokenCount
-from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.streaming import StreamingProvider
-from hotexperts.cache.turn import Turn
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
@@ -37,12 +33,12 @@ from hotexperts.integrations.vllm.chunks import Repacked, repack_in_parts
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
 from hotexperts.integrations.vllm.prefetching import give_guesses
+from hotexperts.integrations.vllm.providers import Providers, Store
 from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
 from hotexperts.integrations.vllm.trace import Recorder, recorder_for
 from hotexperts.integrations.vllm.weights import hide_parameters, kernel_of, per_expert_parameters
-from hotexperts.sizing import LayerShape, SizePlan, bank_rows, fixed_capacity
+from hotexperts.sizing import LayerShape, SizePlan, fixed_capacity
 
-Store: TypeAlias = "CPUBackingStore | PackedBackingStore"
 log = logging.getLogger("vllm.hotexperts")  # vLLM shows what its own logger's children say
 
 
@@ -67,13 +63,10 @@ class ModelCaches:
         self.recorder: Recorder | None = None
         self._target = target
         self._plan: SizePlan | None = None
-        self._stores: dict[str, Store] = {}
-        self._banks: dict[ExpertLayout, StreamBanks] = {}
-        self._turn: Turn | None = None
-        self._last: DeviceWeightProvider | None = None
-        self._lanes: dict[ExpertLayout, PrefetchLane] = {}
+        self.stores: dict[str, Store] = {}  # by layer
+        self.shared = Providers(options.cache, config)
         self._guess_by_lift: list[str] = []  # layers
-        self._top_k = 0
+        self.top_k = 0  # of a token in the layer that came last
         self._host: HostBudget | None = None
         # Where the next layer is repacked, and how many experts at a time; None: whole.
         self.in_parts: tuple[torch.device, int] | None = None
@@ -81,7 +74,6 @@ class ModelCaches:
         self.has_started = False  # what the slots hold is what requests asked for
         self.is_in_step = False  # or one was interrupted: what is known may be half of it
         self.num_steps = 0  # since then
-        self._token_count: TokenCount | None = None
 
     def created(self, layer: nn.Module) -> None:
         """A layer has its experts in host memory, not loaded yet.
@@ -136,16 +128,16 @@ class ModelCaches:
             parameters, tensors = repacked.parameters, repacked.store.tensors._asdict()
         here = next(iter(parameters.values())).data
         device = here.device
-        self._top_k = layer.top_k
+        self.top_k = layer.top_k
         if self._plan is None:
             self._plan = self._make_plan(layer, tensors, here)
             self.recorder = recorder_for(self)
         store = self._store_of(tensors, device, None if repacked is None else repacked.store)
-        self._stores[layer.layer_name] = store
+        self.stores[layer.layer_name] = store
         is_tested = repacked is None and is_wanted(self.options.self_test, layer, parameters)
         prefill_tokens = self.options.prefill_tokens
         test = SelfTest(layer, method, prefill_tokens) if is_tested else None
-        provider = self._provider(store, device)
+        provider = self.shared.make(store, self._capacity(store), device)
         hide_parameters(layer, device)
         cached = CachedFusedExperts(provider, experts, parameters, dialect, prefill_tokens)
         self.layers[layer.layer_name] = cached
@@ -162,18 +154,18 @@ class ModelCaches:
         Raises:
             ConfigError: the slots do not fit.
         """
-        shapes = [_shape(store, self._top_k) for store in self._stores.values()]
+        shapes = [shape_of(store, self.top_k) for store in self.stores.values()]
         self._plan = fixed_capacity(capacity, shapes)
-        self._banks, self._lanes, self._turn, self._last = {}, {}, None, None
+        self.shared = Providers(self.options.cache, self.config, self.shared.token_count)
         for name, layer in self.layers.items():
-            device = layer.provider.slot_buffer.device
-            layer.use(self._provider(self._stores[name], device))
+            store, device = self.stores[name], layer.provider.slot_buffer.device
+            layer.use(self.shared.make(store, self._capacity(store), device))
         self._give_tables()
 
     def expect_tokens(self, num_tokens: int) -> None:
         """Before each step: what a CUDA graph computes beyond so many tokens is padding."""
-        if self._token_count is not None:
-            self._token_count.expect(num_tokens)
+        if self.shared.token_count is not None:
+            self.shared.token_count.expect(num_tokens)
 
     def reset(self) -> None:
         """Forget what warm-up asked for, and say what was built."""
@@ -206,8 +198,7 @@ class ModelCaches:
         tables = [provider.lift_nbytes for provider in providers]
         return {
             "slots": sum(provider.slot_nbytes for provider in providers),
-            "banks": sum(rows.nbytes for rows in self._banks.values())
-            + sum(lane.nbytes for lane in self._lanes.values()),
+            "banks": self.shared.nbytes,
             **({"lift tables": sum(tables)} if any(tables) else {}),
             "host": sum(provider.store.host_nbytes for provider in providers),
         }
@@ -217,12 +208,12 @@ class ModelCaches:
         if self._plan is None:
             return "expert cache: no MoE layers"
         memory = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory().items())
-        report = describe_packing(list(self._stores.values()))
+        report = describe_packing(list(self.stores.values()))
         memory += f" ({report})" if report else ""
-        first = next(iter(self._stores.values()))
+        first = next(iter(self.stores.values()))
         waves = describe_waves(
             self.config.scheduler_config.max_num_batched_tokens,
-            self._top_k,
+            self.top_k,
             capacity=self._capacity(first),
             num_experts=first.num_experts,
         )
@@ -231,43 +222,9 @@ class ModelCaches:
             f"{self.options.cache.policy}; {memory}; {waves}"
         )
 
-    def _provider(self, store: Store, device: torch.device) -> StreamingProvider:
-        layout, num_experts = store.layout, store.num_experts
-        capacity = self._capacity(store)
-        self._turn = self._turn or Turn(device)
-        num_rows = bank_rows(num_experts, capacity)
-        if num_rows and layout not in self._banks:
-            self._banks[layout] = StreamBanks(layout, num_rows, device)
-            for buffer in self._banks[layout].buffers:
-                buffer.zero_()  # a pair of weight 0 must not meet NaN
-        make: Any = CachedWeightProvider
-        if device.type == "cuda":
-            make = partial(DeviceWeightProvider, lane=self._lane(store, device))
-        provider: StreamingProvider = make(
-            store,
-            capacity,
-            policy=self.options.cache.policy,
-            device=device,
-            banks=self._banks.get(layout),
-            turn=self._turn,
-        )
-        provider.slot_buffer.zero_()
-        if isinstance(provider, DeviceWeightProvider):
-            self._join(provider, device)
-        return provider
-
-    def _lane(self, store: Store, device: torch.device) -> PrefetchLane | None:
-        """That of the store's layout, where prefetches are asked for."""
-        if self.options.cache.prefetch == "off":
-            return None
-        if store.layout not in self._lanes:
-            lane = PrefetchLane(store.layout, num_programs_for([store]), device)
-            self._lanes[store.layout] = lane
-        return self._lanes[store.layout]
-
     def give_guesses(self, model: nn.Module) -> None:
         """Before graphs are captured: where prefetches are asked for, say what to fetch."""
-        if not self._lanes or self.is_draft:
+        if not self.shared.lanes or self.is_draft:
             return
         by_lift = self.options.cache.prefetch == "lift"
         self._guess_by_lift = list(self.layers) if by_lift else give_guesses(model, self.layers)
@@ -277,19 +234,7 @@ class ModelCaches:
         for name in self._guess_by_lift:
             provider = self.layers[name].provider
             assert isinstance(provider, DeviceWeightProvider), "kernels prefetch"
-            provider.guess_by_lift(self._top_k)
-
-    def _join(self, provider: DeviceWeightProvider, device: torch.device) -> None:
-        """To the layer before, whose prefill fills the banks for it, and to the count of tokens."""
-        if self._last is not None:
-            self._last.next_provider = provider
-        self._last = provider
-        parallel = self.config.parallel_config
-        context_size = getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.data_parallel_size > 1 or context_size > 1:
-            return  # then a call's rows are not the step's tokens
-        self._token_count = self._token_count or TokenCount(device)
-        provider.token_count = self._token_count
+            provider.guess_by_lift(self.top_k)
 
     def _store_of(
         self, tensors: dict[str, torch.Tensor], device: torch.device, plain: CPUBackingStore | None
@@ -336,5 +281,6 @@ class ModelCaches:
         return min(self._plan.capacity, store.num_experts)
 
 
-def _shape(store: Store, top_k: int) -> LayerShape:
+def shape_of(store: Store, top_k: int) -> LayerShape:
+    """What sizes are reckoned from."""
     return LayerShape(store.num_experts, top_k, store.layout.row_nbytes)
