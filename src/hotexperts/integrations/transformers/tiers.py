@@ -19,7 +19,13 @@ from hotexperts.cache.disk import DiskBackingStore
 from hotexperts.cache.host_memory import available_host_bytes
 from hotexperts.cache.pack_file import PackFile
 from hotexperts.cache.pack_format import PackedLayer, PackHeader, SourceFile, aligned
-from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig, format_bytes, round_up_bytes
+from hotexperts.config import (
+    DEFAULT_RAM_POLICY,
+    CacheConfig,
+    format_bytes,
+    round_up_bytes,
+    round_up_gib,
+)
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
 from hotexperts.integrations.transformers.modules import ExpertsModule
 
@@ -146,7 +152,7 @@ def _on_disk(
         raise ConfigError(
             f"{format_bytes(budget)} of memory for experts on disk is less than one of each of "
             f"{len(found)} layers: give at least {round_up_bytes(sum(strides))} (expert_ram_gib, "
-            f"--expert-ram-gib {sum(strides) / 2**30:.3g})"
+            f"--expert-ram-gib {round_up_gib(sum(strides))})"
         )
     needed = sum(min(num_rows, x.num_experts) * s for x, s in zip(found, strides, strict=True))
     if cache.check_host_memory and needed > available:
