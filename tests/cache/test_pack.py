@@ -124,6 +124,39 @@ def test_a_folder_that_cannot_be_made_is_named() -> None:
         write_pack(Path("/proc/none/a.pack"), header_of(stores), stores)
 
 
+def test_a_link_stays_and_its_pack_is_written_where_it_leads(tmp_path: Path) -> None:
+    """A pack that was moved to a larger disk is not made again on the small one."""
+    target, link = tmp_path / "large" / "b.pack", tmp_path / "a.pack"
+    link.symlink_to(target)
+    for _ in range(2):  # it leads to nothing, then to a pack
+        stores = make_pack(link)
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert PackHeader.read(target) == header_of(stores)
+        assert sorted(tmp_path.iterdir()) == [link, target.parent]
+        assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_is_no_part_of_a_pack_is_not_written_over(tmp_path: Path) -> None:
+    stores, partial = make_stores(), tmp_path / "a.pack.partial"
+    partial.write_text("my diary")
+    with pytest.raises(ConfigError, match=r"a.pack.partial is there and is no part of a pack: nam"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores)
+    assert partial.read_text() == "my diary"
+    partial.unlink()
+    os.mkfifo(partial)
+    with pytest.raises(ConfigError, match="no part of a pack"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores)
+
+
+def test_a_kill_before_the_header_was_written_is_gone_on_with(tmp_path: Path) -> None:
+    stores, partial = make_stores(), tmp_path / "a.pack.partial"
+    for left in (b"", bytes(8192)):  # made; its room reserved
+        partial.write_bytes(left)
+        assert write_pack(tmp_path / "a.pack", header_of(stores), stores) == 0
+        assert PackHeader.read(tmp_path / "a.pack") == header_of(stores)
+
+
 def test_two_do_not_write_the_same_pack(tmp_path: Path) -> None:
     stores = make_stores()
     with (tmp_path / "a.pack.partial").open("wb") as other:

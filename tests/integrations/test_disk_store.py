@@ -156,9 +156,12 @@ def test_packing_again_mends_a_damaged_row(checkpoint: Path) -> None:
         assert hot.pack(checkpoint).num_written == 0
 
 
-def test_a_folder_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_or_a_pipe_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
         hot.pack(checkpoint, expert_pack=tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # which nobody else opens: not to be waited for
+    with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
+        hot.pack(checkpoint, expert_pack=tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="there is no pack of this checkpoint: make it once"):
         load(checkpoint, expert_store="disk", expert_pack=tmp_path)
 

@@ -27,7 +27,7 @@ from hotexperts.formats import ExpertLayout, TensorSpec
 ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and addresses
 WRITTEN = 1 << 32
 _PREFIX = struct.Struct("<8sQI")
-_MAGIC = b"HXPACK01"
+MAGIC = b"HXPACK01"
 _MOST_HEADER_BYTES = 1 << 28
 _MAKE_AGAIN = "make it again with `hotexperts pack`"
 MOVE = "copy the pack to another disk, or make it again with `hotexperts pack`"
@@ -117,7 +117,7 @@ class PackHeader:
             with path.open("rb") as file:
                 prefix = file.read(_PREFIX.size)
                 magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
-                if magic != _MAGIC or length > _MOST_HEADER_BYTES:
+                if magic != MAGIC or length > _MOST_HEADER_BYTES:
                     raise CheckpointError(f"{path}: no pack of experts: {_MAKE_AGAIN}")
                 text = file.read(length)
                 size = path.stat().st_size
@@ -141,7 +141,7 @@ class PackHeader:
             for name, count, layout in self.layers
         ]
         text = json.dumps({"layers": layers, "sources": self.sources}).encode()
-        found = _PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+        found = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
         return found.ljust(aligned(len(found)), b"\0")
 
     @property
@@ -220,7 +220,7 @@ def is_pack(path: Path) -> bool:
     """
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise cannot_read(path, error) from error
 
