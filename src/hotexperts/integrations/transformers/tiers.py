@@ -126,15 +126,29 @@ def pack_header(found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackHe
 
 
 def pack_path(cache: CacheConfig, found: Sequence[ExpertsModule], files: Sequence[Path]) -> Path:
-    """The pack as asked for, or where `hotexperts pack` puts one of this checkpoint and dtype."""
+    """The pack as asked for, or where `hotexperts pack` puts one of this checkpoint and dtype.
+
+    Raises:
+        ConfigError: none was asked for, and nobody knows where the user's files go.
+    """
     if cache.pack is not None:
         return Path(cache.pack)
     folder = Path(files[0]).absolute().parent.resolve()
     dtype = str(found[0].layout.specs[0].dtype).removeprefix("torch.")
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]", "_", folder.name) or "model"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hotexperts" / f"{name}-{digest}-{dtype}.pack"
+    return _cache_folder() / "hotexperts" / f"{name}-{digest}-{dtype}.pack"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:  # a container's user without a name
+        raise ConfigError(
+            "no pack can be found or made, as this user has no home folder: name it (expert_pack, "
+            "--expert-pack FILE), or set HOME or XDG_CACHE_HOME"
+        ) from error
 
 
 def _on_disk(
