@@ -251,7 +251,13 @@ def test_damaged_files_are_refused_when_opened(tmp_path: Path) -> None:
 
 def test_a_header_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pack"
-    for text in (b"[]", b'{"layers": [["a", 1, [["w", [1], "no_dtype"]]]], "sources": []}', b"{"):
+    layer = b'{"layers": [[%s, %s, [[%s, [%s], "%s"]]]], "sources": [[%s, 3, 4, "5"]]}'
+    right = (b'"a"', b"1", b'"w"', b"1", b"int8", b'"m"')
+    wrong = (b"[]", b"null", b"{}", b"-1", b"no_dtype", b"[]")
+    texts = [b"[]", b"{", b"[" * 100_000]
+    texts += [layer % (*right[:i], wrong[i], *right[i + 1 :]) for i in range(6)]
+    texts += [layer % (*right[:1], count, *right[2:]) for count in (b"0", b"1.5", b"true", b'"2"')]
+    for text in texts:
         path.write_bytes(struct.pack("<8sQI", b"HXPACK01", len(text), zlib.crc32(text)) + text)
         with pytest.raises(CheckpointError, match="another version"):
             PackFile(path)

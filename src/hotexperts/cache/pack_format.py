@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -203,11 +202,13 @@ class PackHeader:
         try:
             values = json.loads(text)
             layers = [
-                PackedLayer(name, count, ExpertLayout(tuple(_spec(*spec) for spec in specs)))
+                PackedLayer(
+                    _text(name), _count(count, 1), ExpertLayout(tuple(_spec(*s) for s in specs))
+                )
                 for name, count, specs in values["layers"]
             ]
-            sources = [SourceFile(*source) for source in values["sources"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            sources = [SourceFile(_text(name), *rest) for name, *rest in values["sources"]]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: written by another version: {_MAKE_AGAIN}") from error
         return cls(tuple(layers), tuple(sources))
 
@@ -247,9 +248,21 @@ def damaged_row(path: Path, layer: PackedLayer, expert: int) -> CheckpointError:
 
 def _spec(name: str, shape: list[int], dtype: str) -> TensorSpec:
     found: Any = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype) or math.prod(shape) < 0:
+    if not isinstance(found, torch.dtype):
         raise ValueError(dtype)
-    return TensorSpec(name, tuple(shape), found)
+    return TensorSpec(_text(name), tuple(_count(size) for size in shape), found)
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
