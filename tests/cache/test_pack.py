@@ -93,6 +93,18 @@ def test_a_disk_that_fails_while_packing_is_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fault_of_the_caller_s_leaves_nothing(tmp_path: Path) -> None:
+    stores = make_stores()
+
+    def fail(num_done: int) -> None:
+        if num_done == 3:
+            raise ZeroDivisionError("in a progress bar")
+
+    with pytest.raises(ZeroDivisionError, match="in a progress bar"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores, after_each=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_without_room_is_seen_before_the_first_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,9 +126,9 @@ def _leaving_nothing(partial: Path, nbytes: int) -> Iterator[None]:
     """Whatever fails inside, but for an interrupt, leaves no file; a full disk is explained."""
     try:
         yield
-    except (HotExpertsError, OSError) as error:
+    except Exception as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, HotExpertsError):
+        if isinstance(error, HotExpertsError) or not isinstance(error, OSError):
             raise
         if error.errno in _FULL:
             raise _too_full(partial.parent, nbytes) from error
