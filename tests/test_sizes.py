@@ -8,9 +8,11 @@ from hotexperts.config import (
     Bytes,
     CacheConfig,
     format_bytes,
+    gib_to_bytes,
     parse_bytes,
     parse_cache_size,
     round_up_bytes,
+    round_up_gib,
 )
 from hotexperts.errors import ConfigError
 from hotexperts.sizing import (
@@ -116,6 +118,23 @@ def test_more_experts_a_token_than_a_layer_has_need_no_more_than_all() -> None:
 @pytest.mark.parametrize("num_bytes", [1, 1023, 10 * 2**10, 10**9 + 1, 7.3 * 2**30, 2.0**50])
 def test_bytes_rounded_up_are_a_size_again(num_bytes: float) -> None:
     assert num_bytes <= parse_bytes(round_up_bytes(num_bytes)) <= 1.1 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (13_000_000, "0.0122"),  # 0.012107: to the nearest would be less
+        (4096, "3.82e-06"),
+        (2**29, "0.5"),
+        (2**30 + 1, "1.01"),
+        (1_319_413_953, "1.23"),  # 1.2288
+        (123_400_000_000, "115"),
+        (999_900 * 2**20, "977"),
+    ],
+)
+def test_gib_rounded_up_are_enough(num_bytes: int, text: str) -> None:
+    assert round_up_gib(num_bytes) == text
+    assert num_bytes <= gib_to_bytes(float(text), "") <= 1.01 * num_bytes + 1
 
 
 def test_slots_above_the_experts_are_not_clamped() -> None:

@@ -140,6 +140,13 @@ def round_up_bytes(num_bytes: float) -> str:
     return f"{math.ceil(num_bytes / factor)}{name}"
 
 
+def round_up_gib(num_bytes: int) -> str:
+    """A number of GiB with three digits that is at least so many bytes, for options in GiB."""
+    gib = num_bytes / 2**30
+    step = Fraction(10) ** (math.floor(math.log10(gib)) - 2)
+    return f"{float(math.ceil(Fraction(num_bytes, 2**30) / step) * step):.3g}"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What a user may choose about a cache.

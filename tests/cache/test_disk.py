@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,31 @@ def test_rows_that_are_in_memory_are_not_read_again(
     store.reset()
     store.copy_into(1, tensors)
     assert (store.counts.ram_hits, store.counts.disk_reads) == (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_reads_with_threads_of_its_own(
+    made: tuple[Path, list[CPUBackingStore]],
+) -> None:
+    path, stores = made
+    store = DiskBackingStore(PackFile(path), 0, 2)
+    for expert in range(NUM_EXPERTS):  # the threads begin
+        store.copy_into(expert, blank(stores[0]))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends what would wait for ever
+        is_equal = False
+        try:
+            tensors = blank(stores[0])
+            store.copy_into(1, tensors)
+            is_equal = equal(tensors, stores[0], 1)
+        finally:
+            os._exit(0 if is_equal else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    tensors = blank(stores[0])
+    store.copy_into(2, tensors)
+    assert equal(tensors, stores[0], 2)
 
 
 def test_reads_of_one_call_are_in_flight_together(

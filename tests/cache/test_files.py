@@ -187,6 +187,32 @@ def test_a_cgroup_s_idle_files_are_memory_that_is_free(version: int, tmp_path: P
     assert available_host_bytes(tmp_path) > 1 << 20
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_any_cgroup_above_the_process_counts(version: int, tmp_path: Path) -> None:
+    """A batch system limits its jobs far below the root of the tree."""
+    tree, limit, usage = {
+        1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("", "memory.max", "memory.current"),
+    }[version]
+    jobs = tmp_path / tree / "slurm" / "job_7"
+    (jobs / "step_0").mkdir(parents=True)
+    membership = tmp_path / "membership"
+    lines = ["5:cpu:/elsewhere", "4:name=systemd:/", f"0:{tree}:/slurm/job_7/step_0"]
+    membership.write_text("\n".join(lines) + "\n")
+    for folder, most in ((jobs, 1000), (jobs / "step_0", 1 << 62)):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / usage).write_text("400\n")
+    assert available_host_bytes(tmp_path, membership) == 600
+    (jobs / "step_0" / limit).write_text("500\n")
+    assert available_host_bytes(tmp_path, membership) == 100
+    membership.write_text(f"0:{tree}:/docker/of-the-host\n")  # a container sees its own as the root
+    (tmp_path / tree / limit).write_text("900\n")
+    (tmp_path / tree / usage).write_text("200\n")
+    assert available_host_bytes(tmp_path, membership) == 700
+    membership.write_text(f"0:{tree}:/../other\n")
+    assert available_host_bytes(tmp_path, membership) == 700
+
+
 def test_more_than_the_host_has_is_refused_before_the_work() -> None:
     require_host_bytes(1, "nothing")
     with pytest.raises(HostMemoryError, match=r"a model needs .*, .* is available: keep the exp"):

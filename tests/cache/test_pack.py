@@ -93,6 +93,18 @@ def test_a_disk_that_fails_while_packing_is_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fault_of_the_caller_s_leaves_nothing(tmp_path: Path) -> None:
+    stores = make_stores()
+
+    def fail(num_done: int) -> None:
+        if num_done == 3:
+            raise ZeroDivisionError("in a progress bar")
+
+    with pytest.raises(ZeroDivisionError, match="in a progress bar"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores, after_each=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_without_room_is_seen_before_the_first_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +134,39 @@ def test_a_folder_that_cannot_be_made_is_named() -> None:
     stores = make_stores()
     with pytest.raises(StorageError, match=r"/proc/none: a pack cannot be written there"):
         write_pack(Path("/proc/none/a.pack"), header_of(stores), stores)
+
+
+def test_a_link_stays_and_its_pack_is_written_where_it_leads(tmp_path: Path) -> None:
+    """A pack that was moved to a larger disk is not made again on the small one."""
+    target, link = tmp_path / "large" / "b.pack", tmp_path / "a.pack"
+    link.symlink_to(target)
+    for _ in range(2):  # it leads to nothing, then to a pack
+        stores = make_pack(link)
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert PackHeader.read(target) == header_of(stores)
+        assert sorted(tmp_path.iterdir()) == [link, target.parent]
+        assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_is_no_part_of_a_pack_is_not_written_over(tmp_path: Path) -> None:
+    stores, partial = make_stores(), tmp_path / "a.pack.partial"
+    partial.write_text("my diary")
+    with pytest.raises(ConfigError, match=r"a.pack.partial is there and is no part of a pack: nam"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores)
+    assert partial.read_text() == "my diary"
+    partial.unlink()
+    os.mkfifo(partial)
+    with pytest.raises(ConfigError, match="no part of a pack"):
+        write_pack(tmp_path / "a.pack", header_of(stores), stores)
+
+
+def test_a_kill_before_the_header_was_written_is_gone_on_with(tmp_path: Path) -> None:
+    stores, partial = make_stores(), tmp_path / "a.pack.partial"
+    for left in (b"", bytes(8192)):  # made; its room reserved
+        partial.write_bytes(left)
+        assert write_pack(tmp_path / "a.pack", header_of(stores), stores) == 0
+        assert PackHeader.read(tmp_path / "a.pack") == header_of(stores)
 
 
 def test_two_do_not_write_the_same_pack(tmp_path: Path) -> None:
@@ -218,7 +263,13 @@ def test_damaged_files_are_refused_when_opened(tmp_path: Path) -> None:
 
 def test_a_header_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pack"
-    for text in (b"[]", b'{"layers": [["a", 1, [["w", [1], "no_dtype"]]]], "sources": []}', b"{"):
+    layer = b'{"layers": [[%s, %s, [[%s, [%s], "%s"]]]], "sources": [[%s, 3, 4, "5"]]}'
+    right = (b'"a"', b"1", b'"w"', b"1", b"int8", b'"m"')
+    wrong = (b"[]", b"null", b"{}", b"-1", b"no_dtype", b"[]")
+    texts = [b"[]", b"{", b"[" * 100_000]
+    texts += [layer % (*right[:i], wrong[i], *right[i + 1 :]) for i in range(6)]
+    texts += [layer % (*right[:1], count, *right[2:]) for count in (b"0", b"1.5", b"true", b'"2"')]
+    for text in texts:
         path.write_bytes(struct.pack("<8sQI", b"HXPACK01", len(text), zlib.crc32(text)) + text)
         with pytest.raises(CheckpointError, match="another version"):
             PackFile(path)

@@ -126,6 +126,39 @@ def test_a_damaged_file_leaves_an_empty_cache(change: Any, message: str, tmp_pat
     serve(provider, 3, 2)
 
 
+def test_a_link_stays_and_its_state_is_written_where_it_leads(tmp_path: Path) -> None:
+    target, link = tmp_path / "kept" / "state", tmp_path / "state"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for capacity in (3, 4):  # it leads to nothing, then to a state
+        warm_start.save(link, {}, {"capacity": capacity})
+        assert link.is_symlink()
+        assert json.loads(target.read_text())["capacity"] == capacity
+        assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_device_is_not_replaced_by_a_state(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no file: name another one"):
+        warm_start.save(tmp_path / "pipe", {}, {})
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_an_interrupt_while_a_state_is_saved_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_start.save(tmp_path / "state", {}, {"capacity": 3})
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        warm_start.save(tmp_path / "state", {}, {"capacity": 4})
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+    assert json.loads((tmp_path / "state").read_text())["capacity"] == 3
+
+
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state"
     for text, message in (

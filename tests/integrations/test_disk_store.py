@@ -156,9 +156,31 @@ def test_packing_again_mends_a_damaged_row(checkpoint: Path) -> None:
         assert hot.pack(checkpoint).num_written == 0
 
 
-def test_a_folder_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_user_without_a_home_folder_names_the_pack(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user has a number alone."""
+
+    def refuse(name: Any) -> None:
+        raise KeyError(name)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", refuse)
+    with pytest.raises(ConfigError, match=r"no home folder: name it \(expert_pack, --expert-pack"):
+        hot.pack(checkpoint)
+    file = tmp_path / "my.pack"
+    assert hot.pack(checkpoint, expert_pack=file).path == file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hot.pack(checkpoint).path.parent == tmp_path / "hotexperts"
+
+
+def test_a_folder_or_a_pipe_is_no_pack(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
         hot.pack(checkpoint, expert_pack=tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # which nobody else opens: not to be waited for
+    with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
+        hot.pack(checkpoint, expert_pack=tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="there is no pack of this checkpoint: make it once"):
         load(checkpoint, expert_store="disk", expert_pack=tmp_path)
 

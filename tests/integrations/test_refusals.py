@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import hotexperts.transformers as hot
+from hotexperts.cache import CPUBackingStore
 from hotexperts.errors import (
     CheckpointError,
     ConfigError,
+    HostMemoryError,
     HotExpertsError,
     UnknownNameError,
     UnsupportedOperationError,
@@ -341,6 +343,30 @@ def test_installed_models_need_a_device(where: str, olmoe: Path) -> None:
     hot.install(expert_cache_size=2)
     with pytest.raises(UnsupportedOperationError, match=f"{where} is not supported"):
         resident(olmoe, experts_implementation="hotexperts", device_map={"": where})
+
+
+def test_a_model_whose_experts_were_taken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a cache of a part of it, or by an attach that broke off after its first layer."""
+    options: dict[str, Any] = {"expert_cache_size": 3, "device": "cpu"}
+    model = zoo.build_model("olmoe")
+    hot.attach(model.model, **options)
+    message = r"layers\.0\.mlp\.experts has given its experts to a cache already, .*: load the mod"
+    with pytest.raises(UnsupportedOperationError, match=message):
+        hot.attach(model, **options)
+    make, model = CPUBackingStore.from_tensors, zoo.build_model("olmoe")
+    made: list[Any] = []
+
+    def refuse_the_second(*args: Any, **kwargs: Any) -> Any:
+        if made:
+            raise HostMemoryError("no more memory")
+        made.append(make(*args, **kwargs))
+        return made[0]
+
+    monkeypatch.setattr(CPUBackingStore, "from_tensors", refuse_the_second)
+    with pytest.raises(HostMemoryError, match="no more memory"):
+        hot.attach(model, **options)
+    with pytest.raises(UnsupportedOperationError, match=message):
+        hot.attach(model, **options)
 
 
 def test_a_model_without_weights_cannot_be_attached() -> None:

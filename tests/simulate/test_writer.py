@@ -110,6 +110,21 @@ def test_a_token_that_does_not_fit(
     assert len(read_trace(tmp_path / "t.npz").ids) == 1
 
 
+def test_a_link_stays_and_its_trace_is_written_where_it_leads(tmp_path: Path) -> None:
+    target, link = tmp_path / "large" / "b.npz", tmp_path / "a.npz"
+    link.symlink_to(target)
+    with pytest.raises(TraceError, match="no such folder"):  # not after a long recording
+        TraceWriter(link, 8, {})
+    target.parent.mkdir()
+    for experts in ([[0, 1]], [[2, 3]]):
+        with TraceWriter(link, 8, {}) as writer:
+            writer.append(experts, 1, 0)
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert read_trace(target).ids.tolist() == [experts]
+        assert list(target.parent.iterdir()) == [target]
+
+
 def test_names_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.npz").mkdir()
     for name, message in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from hotexperts.cache.page_lock import Held, lock, page_lock
 from hotexperts.config import format_bytes
 from hotexperts.errors import HostMemoryError
 
-# Files of the limit and of what is used; what of it is files that were read and not lately.
+# Of each version its tree, files of the limit and of what is used; what of it is files that were
+# read and not lately.
 _CGROUP_LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _KEEP_IN_FILE = "keep the experts in the file (expert_store='file', --expert-store file)"
 _RAISE_LIMIT = "raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
@@ -113,24 +114,40 @@ def _unlock(cudart: Any, address: int) -> None:
     cudart.cudaHostUnregister(address)
 
 
-def available_host_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_host_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
     """Bytes that can be allocated now: the kernel's estimate, or less where a cgroup says so.
 
-    A cgroup counts files that were read as memory used; the kernel gives up those not in use.
+    A cgroup counts files that were read as memory used; the kernel gives up those not in use. The
+    limit may be the process's own group's (a batch system's job, a service) or one's above it.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     available = values["MemAvailable"]
-    for limit_file, usage_file, idle in _CGROUP_LIMITS:
-        try:
-            limit = (cgroups / limit_file).read_text().strip()
-            usage = int((cgroups / usage_file).read_text())
-        except OSError:
-            continue
-        if limit != "max":
-            usage -= _counter((cgroups / usage_file).with_name("memory.stat"), idle)
-            available = min(available, max(0, int(limit) - usage))
+    for tree, limit_file, usage_file, idle in _CGROUP_LIMITS:
+        for group in _groups(membership, tree):
+            folder = cgroups / tree / group
+            try:
+                limit = (folder / limit_file).read_text().strip()
+                usage = int((folder / usage_file).read_text())
+            except OSError:  # none, or of a tree that is mounted from this group on
+                continue
+            if limit != "max":
+                usage -= _counter(folder / "memory.stat", idle)
+                available = min(available, max(0, int(limit) - usage))
     return available
+
+
+def _groups(membership: Path, tree: str) -> list[PurePosixPath]:
+    """The process's group in a tree, "" or "memory", and all above it, relative to the root."""
+    own = ""
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own = path.lstrip("/") if tree in controllers.split(",") else own
+    group = PurePosixPath(own)
+    return [group, *group.parents] if ".." not in group.parts else [PurePosixPath()]
 
 
 def _counter(path: Path, name: str) -> int:

@@ -62,7 +62,7 @@ class PackFile:
         except OSError as error:
             raise cannot_read(path, error) from error
         self._checksums = np.frombuffer(table, dtype="<u8").tolist()
-        self._readers = _make_readers()
+        self._readers, self._process = _make_readers(), os.getpid()
 
     def begin_read(self, layer: int, expert: int, buffer: memoryview) -> Future[None]:
         """Start to read one row; the result is None, or the error.
@@ -73,6 +73,8 @@ class PackFile:
             buffer: as many bytes as the layer's `row_stride`, at an address that is a multiple of
                 4096; it is the reader's until the result is there.
         """
+        if self._process != os.getpid():  # a fork has none of the threads, and would wait for them
+            self._readers, self._process = _make_readers(), os.getpid()
         return self._readers.submit(self._read, layer, expert, buffer)
 
     def finish_reads(self) -> None:

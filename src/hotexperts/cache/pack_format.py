@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from hotexperts.formats import ExpertLayout, TensorSpec
 ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and addresses
 WRITTEN = 1 << 32
 _PREFIX = struct.Struct("<8sQI")
-_MAGIC = b"HXPACK01"
+MAGIC = b"HXPACK01"
 _MOST_HEADER_BYTES = 1 << 28
 _MAKE_AGAIN = "make it again with `hotexperts pack`"
 MOVE = "copy the pack to another disk, or make it again with `hotexperts pack`"
@@ -117,7 +116,7 @@ class PackHeader:
             with path.open("rb") as file:
                 prefix = file.read(_PREFIX.size)
                 magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
-                if magic != _MAGIC or length > _MOST_HEADER_BYTES:
+                if magic != MAGIC or length > _MOST_HEADER_BYTES:
                     raise CheckpointError(f"{path}: no pack of experts: {_MAKE_AGAIN}")
                 text = file.read(length)
                 size = path.stat().st_size
@@ -141,7 +140,7 @@ class PackHeader:
             for name, count, layout in self.layers
         ]
         text = json.dumps({"layers": layers, "sources": self.sources}).encode()
-        found = _PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+        found = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
         return found.ljust(aligned(len(found)), b"\0")
 
     @property
@@ -203,11 +202,13 @@ class PackHeader:
         try:
             values = json.loads(text)
             layers = [
-                PackedLayer(name, count, ExpertLayout(tuple(_spec(*spec) for spec in specs)))
+                PackedLayer(
+                    _text(name), _count(count, 1), ExpertLayout(tuple(_spec(*s) for s in specs))
+                )
                 for name, count, specs in values["layers"]
             ]
-            sources = [SourceFile(*source) for source in values["sources"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            sources = [SourceFile(_text(name), *rest) for name, *rest in values["sources"]]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: written by another version: {_MAKE_AGAIN}") from error
         return cls(tuple(layers), tuple(sources))
 
@@ -220,7 +221,7 @@ def is_pack(path: Path) -> bool:
     """
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -247,9 +248,21 @@ def damaged_row(path: Path, layer: PackedLayer, expert: int) -> CheckpointError:
 
 def _spec(name: str, shape: list[int], dtype: str) -> TensorSpec:
     found: Any = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype) or math.prod(shape) < 0:
+    if not isinstance(found, torch.dtype):
         raise ValueError(dtype)
-    return TensorSpec(name, tuple(shape), found)
+    return TensorSpec(_text(name), tuple(_count(size) for size in shape), found)
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

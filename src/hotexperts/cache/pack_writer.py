@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hotexperts.cache.pack_format import WRITTEN, PackHeader, RowPlace
+from hotexperts.cache.pack_format import MAGIC, WRITTEN, PackHeader, RowPlace
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError, HotExpertsError, StorageError
@@ -34,7 +35,7 @@ def write_pack(
     any other fault leaves nothing.
 
     Args:
-        path: of the pack; one that is there is replaced.
+        path: of the pack; one that is there is replaced. A link stays: what it leads to is written.
         header: what it holds.
         stores: one a layer of the header.
         files: the checkpoint's, which must not change meanwhile.
@@ -45,9 +46,10 @@ def write_pack(
 
     Raises:
         StorageError: the disk is full or faulty, or the folder is not to be written.
-        ConfigError: another process is writing the same pack.
+        ConfigError: another process is writing the same pack, or something else has its name.
         CheckpointError: the checkpoint changed meanwhile.
     """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     partial = path.with_name(f"{path.name}.partial")
     with _opened(partial) as fd, _leaving_nothing(partial, header.nbytes):
         num_kept = _num_rows_kept(fd, header)
@@ -94,9 +96,20 @@ def _opened(partial: Path) -> Iterator[int]:
     try:
         if not _locked(fd, partial):
             raise ConfigError(f"{partial}: another process is writing this pack: try again later")
+        if not _may_be_ours(fd):
+            raise ConfigError(
+                f"{partial} is there and is no part of a pack: name another file (--expert-pack), "
+                "or delete it"
+            )
         yield fd
     finally:
         os.close(fd)
+
+
+def _may_be_ours(fd: int) -> bool:
+    """Whether it is new, a pack, or room for one, as a kill before the header leaves it."""
+    is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    return is_file and os.pread(fd, len(MAGIC), 0) in (b"", MAGIC, bytes(len(MAGIC)))
 
 
 def _locked(fd: int, partial: Path) -> bool:
@@ -113,9 +126,9 @@ def _leaving_nothing(partial: Path, nbytes: int) -> Iterator[None]:
     """Whatever fails inside, but for an interrupt, leaves no file; a full disk is explained."""
     try:
         yield
-    except (HotExpertsError, OSError) as error:
+    except Exception as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, HotExpertsError):
+        if isinstance(error, HotExpertsError) or not isinstance(error, OSError):
             raise
         if error.errno in _FULL:
             raise _too_full(partial.parent, nbytes) from error

@@ -28,7 +28,7 @@ def save(
     """Write the state of all layers to a file, whole or not at all; waits for the device.
 
     Args:
-        path: replaced if it exists.
+        path: replaced if it exists; a link stays, and what it leads to is replaced.
         providers: by the layers' names.
         about: what the state depends on, as JSON: policy, mode, capacity.
 
@@ -39,16 +39,19 @@ def save(
         name: {"shape": _shape(provider), "state": provider.state()}
         for name, provider in providers.items()
     }
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
+        if target.exists() and not target.is_file():  # a device would be replaced, too
+            raise ConfigError(f"{path} is no file: name another one for the cache's state")
         content = {"format": FORMAT, "digest": digest(layers), **about, "layers": layers}
         unfinished.write_text(json.dumps(content))
-        unfinished.replace(path)
+        unfinished.replace(target)
     except OSError as error:
+        raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
+    finally:  # an interrupt, too, leaves nothing beside it
         with suppress(OSError):
             unfinished.unlink()
-        raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
 
 
 def load(

@@ -23,7 +23,8 @@ class TraceWriter:
     closes, or, where an exception leaves it, discards.
 
     Args:
-        path: of the file, ending in `.npz`; what is there is replaced.
+        path: of the file, ending in `.npz`; what is there, or where a link there leads, is
+            replaced.
         num_experts: of a layer, or of the largest one.
         meta: about the recording: model, expert_nbytes, source, licence; JSON values. `n_experts`
             and `k` are added.
@@ -131,10 +132,11 @@ class TraceWriter:
             TraceError: the file cannot be written; what is there stays.
         """
         num_tokens = self.num_tokens
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        target = _behind_links(self._path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             self._write(partial, num_tokens)
-            partial.replace(self._path)
+            partial.replace(target)
         except OSError as error:
             raise _unwritable(self._path, error) from error
         finally:
@@ -160,7 +162,8 @@ class TraceWriter:
 
     def _add(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         if not self._arrays:
-            self._arrays = {name: _Spool(self._path.parent, a) for name, a in arrays.items()}
+            folder = _behind_links(self._path).parent
+            self._arrays = {name: _Spool(folder, a) for name, a in arrays.items()}
         for name, array in arrays.items():
             self._arrays[name].add(array)
 
@@ -216,15 +219,20 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix != ".npz":
         raise TraceError(f"{path}: end the name in .npz")
-    if not path.parent.is_dir():
+    folder = _behind_links(path).parent
+    if not folder.is_dir():
         raise TraceError(f"{path}: no such folder: make it, or name another file")
     if path.exists() and not path.is_file():
         raise TraceError(f"{path} is no file: name another one")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _unwritable(path, error) from error
     return path
+
+
+def _behind_links(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _unwritable(path: Path, error: OSError) -> TraceError:

@@ -181,6 +181,8 @@ def attach(
         ConfigError: a size, policy or other option that cannot take effect.
         UnsupportedModelError: not an MoE model, or experts of an unknown form.
         UnsupportedOperationError: it has a cache already, or is spread over devices.
+        HostMemoryError: the host has too little memory, or may not page-lock as much. Where that
+            shows only after the first layer was taken, the model is of no more use: load it again.
     """
     if hasattr(model, "expert_cache"):
         raise UnsupportedOperationError(

@@ -127,6 +127,11 @@ class TakenParameter:
 def _describe(name: str, module: nn.Module) -> ExpertsModule:
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
     unknown = sorted(set(parameters) - KNOWN_PARAMETERS)
+    if any(isinstance(value, TakenParameter) for value in vars(module).values()):
+        raise UnsupportedOperationError(
+            f"{name} has given its experts to a cache already, or to an attach() that failed or is "
+            "at work: load the model again"
+        )
     if unknown or not parameters:
         raise UnsupportedModelError(
             f"{type(module).__name__} ({name}) has the experts parameters {sorted(parameters)}, "

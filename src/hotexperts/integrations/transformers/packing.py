@@ -126,7 +126,7 @@ def _is_there(path: Path, header: PackHeader) -> bool:
     Raises:
         ConfigError: a file that is no pack.
     """
-    if path.is_dir() or (path.exists() and not is_pack(path)):
+    if path.exists() and not (path.is_file() and is_pack(path)):  # a pipe would be waited for
         raise ConfigError(
             f"{path} is there and is no pack: name another file (--expert-pack), or delete it"
         )

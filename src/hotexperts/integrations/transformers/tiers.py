@@ -19,7 +19,13 @@ from hotexperts.cache.disk import DiskBackingStore
 from hotexperts.cache.host_memory import available_host_bytes
 from hotexperts.cache.pack_file import PackFile
 from hotexperts.cache.pack_format import PackedLayer, PackHeader, SourceFile, aligned
-from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig, format_bytes, round_up_bytes
+from hotexperts.config import (
+    DEFAULT_RAM_POLICY,
+    CacheConfig,
+    format_bytes,
+    round_up_bytes,
+    round_up_gib,
+)
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
 from hotexperts.integrations.transformers.modules import ExpertsModule
 
@@ -120,15 +126,29 @@ def pack_header(found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackHe
 
 
 def pack_path(cache: CacheConfig, found: Sequence[ExpertsModule], files: Sequence[Path]) -> Path:
-    """The pack as asked for, or where `hotexperts pack` puts one of this checkpoint and dtype."""
+    """The pack as asked for, or where `hotexperts pack` puts one of this checkpoint and dtype.
+
+    Raises:
+        ConfigError: none was asked for, and nobody knows where the user's files go.
+    """
     if cache.pack is not None:
         return Path(cache.pack)
     folder = Path(files[0]).absolute().parent.resolve()
     dtype = str(found[0].layout.specs[0].dtype).removeprefix("torch.")
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]", "_", folder.name) or "model"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hotexperts" / f"{name}-{digest}-{dtype}.pack"
+    return _cache_folder() / "hotexperts" / f"{name}-{digest}-{dtype}.pack"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:  # a container's user without a name
+        raise ConfigError(
+            "no pack can be found or made, as this user has no home folder: name it (expert_pack, "
+            "--expert-pack FILE), or set HOME or XDG_CACHE_HOME"
+        ) from error
 
 
 def _on_disk(
@@ -146,7 +166,7 @@ def _on_disk(
         raise ConfigError(
             f"{format_bytes(budget)} of memory for experts on disk is less than one of each of "
             f"{len(found)} layers: give at least {round_up_bytes(sum(strides))} (expert_ram_gib, "
-            f"--expert-ram-gib {sum(strides) / 2**30:.3g})"
+            f"--expert-ram-gib {round_up_gib(sum(strides))})"
         )
     needed = sum(min(num_rows, x.num_experts) * s for x, s in zip(found, strides, strict=True))
     if cache.check_host_memory and needed > available:
