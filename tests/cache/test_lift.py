@@ -191,6 +191,17 @@ def test_each_step_is_one_graph_of_fixed_addresses(method: str) -> None:
         assert table.counts[-1, -1] == 3
 
 
+def test_layers_may_differ_in_their_experts_and_in_how_many_a_token_asks_for() -> None:
+    table = LiftTable(6, 4, 1, "cpu")
+    for _ in range(20):
+        table.learn(torch.tensor([[5, 0], [1, 2]]), torch.tensor([[3], [0]]))
+    assert table.counts[5].tolist() == [0, 0, 0, 20, 20]
+    assert table.counts[-1].tolist() == [20, 0, 0, 20, 40]
+    scores = table.scores(torch.tensor([[0, 5], [2, 1]]))
+    assert scores.shape == (2, 4)
+    assert scores.argmax(1).tolist() == [3, 0]
+
+
 def test_its_memory_is_two_tables() -> None:
     table = LiftTable(128, 64, 8, "cpu")
     assert table.nbytes == 4 * (129 * 65 + 130 * 64)

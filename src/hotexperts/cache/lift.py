@@ -100,7 +100,8 @@ class LiftTable:
     def _weigh(self) -> None:
         """Make the rows anew from the counts."""
         counts = self.counts
-        counts.mul_(torch.where(counts[-1:, -1:] >= popularity.MOST_CALLS, 0.5, 1.0))
+        is_few = (counts[-1:, -1:] < popularity.MOST_CALLS).float()
+        counts.mul_(0.5 + 0.5 * is_few)
         num_from, num_calls = counts[:-1, -1:], counts[-1:, -1:]
         chance = counts[-1:, :-1] + popularity.PRIOR * self._base
         chance = chance / (num_calls + popularity.PRIOR)
@@ -112,8 +113,7 @@ class LiftTable:
 
 def _marks(ids: torch.Tensor, width: int) -> torch.Tensor:
     """Float32 `[T, width]`: 1 for each expert of a token, and in the last column if it has any."""
-    is_here = ids >= 0
     marks = torch.zeros(len(ids), width, dtype=torch.float32, device=ids.device)
-    marks.scatter_(1, torch.where(is_here, ids, width - 1).long(), 1.0)
-    marks[:, -1] = is_here.any(1)
+    marks.scatter_(1, ids.long() % width, 1.0)  # -1 to the last column
+    marks[:, -1] = (ids >= 0).any(1)
     return marks
