@@ -140,7 +140,7 @@ class PackedWeight:
             found = _in_words(words, bits)
             if method == AWQ:
                 found = _awq_columns(found)
-            found = found.T
+            found = found[:, : self.shape[0]].T
         moved = found.short() + self.scheme.zero_shift - (1 << (bits - 1))
         return moved.contiguous() if bool(moved.any()) else None
 
@@ -233,7 +233,7 @@ class PackedWeight:
 
 def _in_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of int32 `[rows, words]`, the low bits first: uint8 `[rows, codes]`."""
-    found = words.contiguous().view(torch.uint8)
+    found = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 4:
         found = torch.stack([found & 0xF, found >> 4], dim=-1).flatten(-2)
     return found

@@ -75,15 +75,19 @@ def is_packed(config: Any) -> bool:
     return getattr(config, ATTRIBUTE, None) is not None
 
 
-def take_quantisation(config: Any, where: object) -> None:
+def take_quantisation(config: Any, found: Any, where: object) -> None:
     """Let Transformers take a configuration for that of a plain checkpoint.
+
+    Args:
+        config: Transformers'.
+        found: its `quantization_config`, or that of its text part.
+        where: the checkpoint, for messages.
 
     Raises:
         CheckpointError: see `Scheme.of`.
     """
-    found = config.quantization_config
     Scheme.of(where, found)
-    for part in (config, config.get_text_config()):  # a text model alone gets the part
+    for part in (config, config.get_text_config(decoder=True)):  # a text model gets that alone
         setattr(part, ATTRIBUTE, found)
         if hasattr(part, "quantization_config"):
             del part.quantization_config

@@ -99,12 +99,14 @@ def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> 
 
 
 def _dequantise(path_or_id: str | Path, config: Any) -> None:
-    quantization = getattr(config, "quantization_config", None)
+    parts = config, config.get_text_config(decoder=True)
+    found = [getattr(part, "quantization_config", None) for part in parts]
+    quantization = found[0] or found[1]
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method in METHODS:
-        take_quantisation(config, path_or_id)
+        take_quantisation(config, quantization, path_or_id)
         return
     if method not in DEQUANTISED:
         raise UnsupportedModelError(

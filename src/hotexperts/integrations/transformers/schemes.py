@@ -109,9 +109,10 @@ def _gptq(fields: _Fields) -> Scheme:
     versions = {fields.require(name, (GPTQ, "gptq_v2"), GPTQ) for name in _VERSIONS[1:]}
     fields.require("pack_dtype", ("int32",), "int32")
     fields.refuse("is_marlin_format", "which is a kernel's own order")
-    dynamic = fields.values.get("dynamic") or {}
-    if not all(isinstance(name, str) and name.startswith("-:") for name in dynamic):
-        raise fields.wrong("dynamic", "only of modules that are left out ('-:...')")
+    if fields.values.get("dynamic"):
+        modules = fields.nested("dynamic").values
+        if not all(name.startswith("-:") for name in modules):
+            raise fields.wrong("dynamic", "only of modules that are left out ('-:...')")
     kind = Kind(bits, fields.group_size("group_size"))
     return Scheme(GPTQ, (kind,), 1 if versions == {GPTQ} else 0)
 
@@ -128,9 +129,8 @@ def _awq(fields: _Fields) -> Scheme:
 
 
 def _compressed(fields: _Fields) -> Scheme:
-    sparsity = fields.values.get("sparsity_config") or {}
-    if sparsity and sparsity.get("format", "dense") != "dense":
-        raise fields.wrong("sparsity_config", "dense")
+    if fields.values.get("sparsity_config"):
+        fields.nested("sparsity_config").require("format", ("dense",), "dense")
     groups = fields.nested("config_groups")
     if not groups.values:
         raise fields.wrong("config_groups", "one group or more")
