@@ -180,6 +180,7 @@ class ExpertCheckpoint:
                 f"the checkpoint is incomplete: {target} needs tensors named {', '.join(missing)}"
             )
         entry.check(target, experts.num_experts)
+        entry.check_scaled()
         return entry
 
     def _reader(self, experts: ExpertsModule, name: str, entry: ParameterSources) -> Any:
@@ -194,16 +195,19 @@ class ExpertCheckpoint:
             pattern: one_expert(sources, expert) for pattern, sources in entry.by_pattern.items()
         }
         converter = entry.converter
-        for operation in converter.operations:
-            tensors = operation.convert(
-                tensors,
-                source_patterns=converter.source_patterns,
-                target_patterns=converter.target_patterns,
-                full_layer_name=target,
-                model=self._model,
-                config=self._config,
-                missing_keys=None,
-            )
+        try:
+            for operation in converter.operations:
+                tensors = operation.convert(
+                    tensors,
+                    source_patterns=converter.source_patterns,
+                    target_patterns=converter.target_patterns,
+                    full_layer_name=target,
+                    model=self._model,
+                    config=self._config,
+                    missing_keys=None,
+                )
+        except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+            raise entry.unreadable(target, expert, error) from error
         (value,) = (v for k, v in tensors.items() if len(tensors) == 1 or k in target)
         value = value[0] if isinstance(value, list) else value
         return [value[0]]

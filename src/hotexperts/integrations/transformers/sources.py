@@ -15,6 +15,8 @@ from hotexperts.errors import CheckpointError, UnsupportedModelError
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.integrations.transformers.plain_view import TensorFile
 
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -63,6 +65,34 @@ class ParameterSources:
                 _check_shapes(f"{target} ({pattern})", sources)
             else:
                 _check_stacked(f"{target} ({pattern})", sources, num_experts)
+
+    def check_scaled(self) -> None:
+        """Codes are no numbers without their scales.
+
+        Raises:
+            CheckpointError: a tensor is float8, and no scale came with any.
+        """
+        if any("scale" in pattern for pattern in self.by_pattern):
+            return
+        for source in (sources[0] for sources in self.by_pattern.values()):
+            if source.dtype in _CODES:
+                raise CheckpointError(
+                    f"{source.key} is {str(source.dtype).removeprefix('torch.')}, and no scale "
+                    "came with it: tensors ...weight_scale_inv are missing, or config.json has "
+                    "lost its quantization_config; download the checkpoint again"
+                )
+
+    def unreadable(self, target: str, expert: int, error: Exception) -> CheckpointError:
+        """What to raise where tensors of this parameter cannot be converted."""
+        shapes = ", ".join(
+            f"{found[0].key} {list(found[0].file.entries[found[0].key].shape)}"
+            for found in self.by_pattern.values()
+        )
+        return CheckpointError(
+            f"{target}, expert {expert}, cannot be made from {shapes}: "
+            f"{type(error).__name__}: {error}; the checkpoint is incomplete, or of another model: "
+            "download it again"
+        )
 
     def release(self, expert: int, num_experts: int) -> None:
         """Hand back the pages of one expert; of a stack, with the last one."""
