@@ -52,7 +52,7 @@ class Benchmark:
         steps: see `Wanted`.
         has_resident: see `Wanted`.
         trust_remote_code: run Python code of the checkpoint.
-        load_options: of `options.load_options`.
+        load_options: of `ExpertOptions.for_load`.
     """
 
     model: str | None
