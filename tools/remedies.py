@@ -54,9 +54,6 @@ MESSAGES = {
     "<num_experts> experts of <row_nbytes> bytes: there is nothing to store": _CHECKPOINT,
     "cannot write the cache's state to <path>: <strerror>": "make room, or name another file",
     "cannot read <path>: <strerror>": "name a file that can be read",
-    "<path> has format <format>, and this version reads 2": (
-        "delete it: the cache begins cold and writes a new one"
-    ),
     "<name> is not installed: pip install -e '.[<extra>]' in the source folder": (
         "install the extra that it names"
     ),

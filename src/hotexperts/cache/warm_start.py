@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,30 @@ _REMEDIES = {
 _DELETE = "delete it, or name another file"
 
 
-def save(
-    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a state depends on, beside the layers.
+
+    Attributes:
+        policy: its name.
+        mode: who manages the caches: "host" or "device".
+        capacity: slots a layer.
+        model: a digest of the model's weights; None where the engine has none.
+    """
+
+    policy: str
+    mode: str
+    capacity: int
+    model: str | None = None
+
+
+def save(path: str | Path, providers: Mapping[str, StreamingProvider], about: About) -> None:
     """Write the state of all layers to a file, whole or not at all; waits for the device.
 
     Args:
         path: replaced if it exists.
         providers: by the layers' names.
-        about: what the state depends on, as JSON: policy, mode, capacity.
+        about: what the state depends on.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -42,7 +58,7 @@ def save(
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        content = {"format": FORMAT, "digest": digest(layers), **about, "layers": layers}
+        content = {"format": FORMAT, "digest": digest(layers), **asdict(about), "layers": layers}
         unfinished.write_text(json.dumps(content))
         unfinished.replace(path)
     except OSError as error:
@@ -51,9 +67,7 @@ def save(
         raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
 
 
-def load(
-    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
-) -> None:
+def load(path: str | Path, providers: Mapping[str, StreamingProvider], about: About) -> None:
     """Restore what `save` wrote: every layer or none.
 
     Args:
@@ -62,15 +76,16 @@ def load(
         about: must be what it was.
 
     Raises:
-        CheckpointError: the file is no such file, is damaged, or is another version's.
+        CheckpointError: the file is no such file, is damaged, is another version's, or does not
+            say which model it is of.
         ConfigError: it is of another model, policy, mode or capacity.
     """
     content = _read(Path(path))
-    for name, value in about.items():
-        if content.get(name) != value:
+    for name, remedy in _REMEDIES.items():
+        if content.get(name) != getattr(about, name):
             raise ConfigError(
-                f"{path} was saved with {name} {content.get(name)}, and this cache has {value}: "
-                f"{_REMEDIES.get(name, 'use the same')}, or name another file"
+                f"{path} was saved with {name} {content.get(name)}, and this cache has "
+                f"{getattr(about, name)}: {remedy}, or name another file"
             )
     layers = content["layers"]
     if list(layers) != list(providers):
@@ -85,6 +100,7 @@ def load(
                 f"{path} is of a model whose {name} has {layers[name].get('shape')}, and here it "
                 f"is {_shape(provider)}: use another file"
             )
+    _check_model(path, content.get("model"), about.model)
     if content.get("digest") != digest(layers):
         raise CheckpointError(f"{path} is damaged (its digest is another): {_DELETE}")
     try:
@@ -98,6 +114,19 @@ def load(
                 f"{path} cannot be restored ({error or type(error).__name__}): {_DELETE}"
             ) from error
         raise
+
+
+def _check_model(path: str | Path, saved: Any, here: str | None) -> None:
+    """Layers of the same shapes do not make the same model; its weights tell."""
+    if here is not None and saved is None:
+        raise CheckpointError(
+            f"{path} does not say which model it is of, for an earlier version wrote it: {_DELETE}"
+        )
+    if here is not None and saved != here:
+        raise ConfigError(
+            f"{path} is of another model with the same shapes (its weights have the digest "
+            f"{saved!s:.40}, and here it is {here}): give that model, or name another file"
+        )
 
 
 def digest(layers: dict[str, Any]) -> str:
@@ -117,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds no state of a cache: {_DELETE}")
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content.get('format')}, and this version reads {FORMAT}"
+            f"{path} has format {content.get('format')}, and this version reads {FORMAT}: {_DELETE}"
         )
     return content
 

@@ -23,6 +23,7 @@ from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
+from hotexperts.integrations.transformers.identity import model_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.integrations.transformers.prefetching import NextExperts, find_guessing_router
 from hotexperts.sizing import (
@@ -110,6 +111,7 @@ def attach_stores(
         load_seconds=time.perf_counter() - start,
         store_reason=store_reason,
         prefetch=options.cache.prefetch,
+        model=model_digest(model, (layer.name for layer in found)),
     )
 
 
