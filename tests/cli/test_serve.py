@@ -324,7 +324,7 @@ def test_without_the_key_nothing_is_answered(key: str, server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "the body is no JSON: Expecting property name"),
+        (b"{", "the body is no JSON (Expecting property name"),
         (b"[1]", "the body is no JSON object"),
         (b'{"model": NaN}', "NaN is not JSON"),
         (b"[" * 19_000, "the body is no JSON"),

@@ -74,7 +74,11 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "no JSON": (lambda p: (p / "config.json").write_text("{"), CheckpointError, "is no JSON"),
     "deep": (lambda p: (p / "config.json").write_text("[" * 10**5), CheckpointError, "no JSON"),
-    "list": (lambda p: (p / "config.json").write_text("[]"), CheckpointError, "holds no object"),
+    "list": (
+        lambda p: (p / "config.json").write_text("[]"),
+        CheckpointError,
+        "holds no JSON object",
+    ),
     "negative": (lambda p: config(p, head_dim=-16), CheckpointError, "head_dim is -16: a count"),
     "text": (lambda p: config(p, num_experts="64"), CheckpointError, "num_experts is '64'"),
     "bool": (lambda p: config(p, num_hidden_layers=True), CheckpointError, "is True: a count"),
@@ -106,7 +110,7 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "a lost file": (
         lambda p: index(p, {"a": "lost.safetensors"}),
         CheckpointError,
-        "download complete",
+        "download the rest",
     ),
     "a cut file": (
         lambda p: os.truncate(p / "model.safetensors", 100_000),

@@ -64,7 +64,10 @@ def save(path: str | Path, providers: Mapping[str, StreamingProvider], about: Ab
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink()
-        raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write the cache's state to {path} ({error.strerror}): make room, or name "
+            "another file"
+        ) from error
 
 
 def load(path: str | Path, providers: Mapping[str, StreamingProvider], about: About) -> None:
@@ -138,7 +141,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}): name a file that can be read"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no state of a cache ({error}): {_DELETE}") from error
     is_ours = isinstance(content, dict) and isinstance(content.get("layers"), dict)

@@ -90,7 +90,8 @@ def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> 
     except Exception as error:  # of whichever HTTP client this version of the hub's package has
         raise CheckpointError(
             f"{path_or_id}: no such folder here, and the hub cannot be reached to look for a model "
-            f"of that name: {first_line(error)}"
+            f"of that name ({first_line(error)}): mend the path or the network, or set "
+            "HF_HUB_OFFLINE=1 to take what was downloaded"
         ) from error
 
 
@@ -100,8 +101,9 @@ def _dequantise(path_or_id: str | Path, quantization: Any) -> None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in DEQUANTISED:
         raise UnsupportedModelError(
-            f"{path_or_id}: quantised by {method!r}; an expert cache on Transformers loads plain "
-            f"weights and {', '.join(DEQUANTISED)} checkpoints, which it dequantises"
+            f"{path_or_id}: quantised by {method!r}, and an expert cache on Transformers loads "
+            f"plain weights and {', '.join(DEQUANTISED)}: take such a checkpoint, or serve this "
+            "one with vLLM"
         )
     quantization["dequantize"] = True
 
@@ -117,7 +119,7 @@ def require_complete(path_or_id: str | Path, info: dict[str, Any]) -> None:
         if names:
             raise CheckpointError(
                 f"{path_or_id}: {len(names)} {kind.replace('_keys', '')} tensors, first "
-                f"{names[0]}: the checkpoint is incomplete, or of another model"
+                f"{names[0]}: download the checkpoint again, or give the folder of this model"
             )
 
 
@@ -141,8 +143,8 @@ def not_of_the_class(config: Any, auto_class: Any) -> str:
     """What to say of a model that the class asked for cannot load."""
     wanted = "AutoModelForCausalLM" if auto_class is None else auto_class.__name__
     return (
-        f"{wanted} loads no {config.model_type} model: from Python, load(auto_class=...) takes the "
-        "class that does, such as AutoModelForImageTextToText"
+        f"{wanted} loads no {config.model_type} model: give load(auto_class=...) the class that "
+        "does, such as AutoModelForImageTextToText; the commands load causal language models alone"
     )
 
 
