@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -265,3 +266,18 @@ def test_a_prefill_streams_what_is_absent_and_multiplies(tmp_path: Path) -> None
     assert best == pytest.approx(absent_nbytes / (0.99 * 52e9) * 1e3)
     flops = 2 * (2 * 8 * 3 * 128 * 64 + facts.other_nbytes / 2)
     assert worst - best == pytest.approx(1e6 * flops / (0.2 * 989e12) * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is no name of a model: give a folder, a .gguf file, or a hub id"),
+        *(
+            (name, f"{name}: no such folder: give one with config.json")
+            for name in ("./nowhere", "-x", "org/.x", "a--b", "org/model.git", "x.", "~/m")
+        ),
+    ],
+)
+def test_what_can_be_no_model_is_refused_without_the_hub(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_facts(name)

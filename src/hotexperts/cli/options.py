@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hotexperts import demo
-from hotexperts.config import AUTO
+from hotexperts.config import AUTO, parse_bytes
 from hotexperts.errors import CheckpointError, ConfigError
 from hotexperts.policy import POLICIES
 
@@ -187,6 +187,18 @@ def context(wanted: int | None, default: int, positions: int | None) -> int:
             f"--context is {wanted}, the model has {positions} positions: give at most {positions}"
         )
     return wanted or min(default, positions)
+
+
+def nbytes(option: str, size: str) -> int:
+    """Bytes of a size such as 6GiB.
+
+    Raises:
+        ConfigError: it is none; the option is named.
+    """
+    try:
+        return parse_bytes(size)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def given_names(call: typer.Context) -> list[str]:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from hotexperts.cli import console, groups, options
 from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
 from hotexperts.cli.state import kept
-from hotexperts.config import CacheSize, parse_bytes, parse_cache_size
+from hotexperts.config import CacheSize, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
@@ -136,7 +136,7 @@ def serve(
                 "take --engine vllm"
             )
         hosts = None if api_key else address.local_names(host)
-        limits = Limits(name, parse_bytes(max_body), max_requests, api_key, hosts)
+        limits = Limits(name, options.nbytes("--max-body", max_body), max_requests, api_key, hosts)
         _serve(
             path,
             limits,
@@ -222,6 +222,10 @@ def _read_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path} is not valid UTF-8: save it so") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--chat-template {path} cannot be read ({error.strerror}): give a file"
+        ) from error
 
 
 def _serve(

@@ -13,14 +13,18 @@ from hotexperts.plan.folder import read_sizes, weight_files
 from hotexperts.plan.model import TensorSize
 from hotexperts.safetensors_header import checked_place
 
-_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+_ID = re.compile(r"(?:\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _HUB_SECONDS = 10
 _LOG_IN = "give a token that may read it (hf auth login, or HF_TOKEN)"
 
 
 def is_id(text: str) -> bool:
     """Whether a hub id may look so."""
-    return _ID.fullmatch(text) is not None and ".." not in text
+    return (
+        _ID.fullmatch(text) is not None
+        and not any(part in text for part in ("..", "--"))
+        and not text.endswith(".git")
+    )
 
 
 def read_repository(repo_id: str) -> tuple[Config, dict[str, TensorSize]]:

@@ -79,7 +79,8 @@ def _load(path: Path) -> Arrays:
     except UNREADABLE as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(f"cannot be read as .npz ({error}): give the whole file") from error
+        why = "no archive of plain arrays" if "pickle" in str(error) else error
+        raise TraceError(f"cannot be read as .npz ({why}): give the whole file") from error
 
 
 def _need(arrays: Arrays, name: str) -> npt.NDArray[Any]:

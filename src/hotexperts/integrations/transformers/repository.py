@@ -90,8 +90,8 @@ def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> 
     except Exception as error:  # of whichever HTTP client this version of the hub's package has
         raise CheckpointError(
             f"{path_or_id}: no such folder here, and the hub cannot be reached to look for a model "
-            f"of that name ({first_line(error)}): mend the path or the network, or set "
-            "HF_HUB_OFFLINE=1 to take what was downloaded"
+            f"of that name ({first_line(error)}): mend the path or the network "
+            "(HF_HUB_OFFLINE=1 takes what was downloaded)"
         ) from error
 
 
