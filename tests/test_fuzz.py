@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_state_files(mode: str, tmp_path: Path) -> None:
     from cache.test_warm_start import ABOUT, make, serve, slots_of
     from hotexperts.cache import warm_start
 
-    path, about = tmp_path / "state", ABOUT | {"mode": mode}
+    path, about = tmp_path / "state", replace(ABOUT, mode=mode)
     before = make(mode)
     serve(before, 0, 4)
     warm_start.save(path, {"a": before}, about)

@@ -30,9 +30,10 @@ about it. What is slow rather than wrong is in [Tuning](tuning.md).
 """
 _REMEDY = re.compile(
     "(?i)(?:^|[:;.] )("
-    "(?:add|append|begin|choose|compare|convert|copy|delete|download|draw|end|feed|free|give|"
-    "install|is|it must|keep|known are|leave|list|load|lower|make|mend|merge|name|please|preload|"
-    "raise|record|restore|run|save|send|separate|share|skip|start|take|try|use|write)"
+    "(?:accept|add|append|begin|check|choose|compare|convert|copy|delete|download|draw|end|feed|"
+    "free|give|install|is|it must|keep|known are|leave|list|load|lower|make|mend|merge|name|pip|"
+    "please|preload|raise|record|restore|run|save|send|separate|share|skip|start|take|try|unset|"
+    "upload|use|write)"
     r"\b(?! is\b).*)"
 )
 

@@ -206,10 +206,11 @@ class CacheConfig:
             )
         if self.packing == "packed12" and (self.mode == "host" or not self.has_page_locked_store):
             is_store = not self.has_page_locked_store
-            given = f"expert_store {self.store!r}" if is_store else "cache_mode 'host'"
+            of_store = f"expert_store {self.store!r}: use expert_store 'ram'"
+            given = of_store if is_store else "cache_mode 'host': use cache_mode 'auto'"
             raise ConfigError(
                 "expert_packing 'packed12' is unpacked by kernels, from page-locked memory: it "
-                f"does not work with {given}"
+                f"does not work with {given}, or expert_packing 'auto'"
             )
         self._check_expert_dtype()
 

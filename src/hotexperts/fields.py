@@ -13,6 +13,7 @@ from hotexperts.errors import HotExpertsError
 
 _MOST_BYTES = 64 << 20
 _MOST_COUNT = 2**63
+_GIVE = "give what a command's --json printed, as it is"
 
 
 class FieldError(HotExpertsError, ValueError):
@@ -100,11 +101,13 @@ class Fields:
             FieldError: always.
         """
         shown = f"{self.values.get(name)!r:.60}"
-        raise FieldError(f"{self.file}: field {self._place(name)!r}: {shown}: {wanted} was wanted")
+        raise FieldError(
+            f"{self.file}: field {self._place(name)!r}: {shown}: {wanted} was wanted: {_GIVE}"
+        )
 
     def _value(self, name: str) -> Any:
         if name not in self.values:
-            raise FieldError(f"{self.file}: field {self._place(name)!r}: missing")
+            raise FieldError(f"{self.file}: field {self._place(name)!r}: missing: {_GIVE}")
         return self.values[name]
 
     def _place(self, name: str) -> str:
@@ -119,13 +122,13 @@ def read_fields(path: Path) -> Fields | list[Fields]:
         OSError: it cannot be read.
     """
     if path.stat().st_size > _MOST_BYTES:
-        raise FieldError(f"{path} has over {_MOST_BYTES >> 20} MiB: no report is as long")
+        raise FieldError(f"{path} has over {_MOST_BYTES >> 20} MiB, as no report has: {_GIVE}")
     try:
         found = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_number)
     except RecursionError:
-        raise FieldError(f"{path} is no JSON that can be read: it is nested too deeply") from None
+        raise FieldError(f"{path} is no JSON (it is nested too deeply): {_GIVE}") from None
     except ValueError as error:
-        raise FieldError(f"{path} is no JSON: {error}") from error
+        raise FieldError(f"{path} is no JSON ({error}): {_GIVE}") from error
     if isinstance(found, dict):
         return Fields(str(path), found)
     return _objects(str(path), found, "")
@@ -133,11 +136,13 @@ def read_fields(path: Path) -> Fields | list[Fields]:
 
 def _objects(file: str, values: Any, place: str) -> list[Fields]:
     if not isinstance(values, list) or not values:
-        raise FieldError(f"{file}: {_named(place)}: a list with objects in it was wanted")
+        raise FieldError(f"{file}: {_named(place)}: a list with objects in it was wanted: {_GIVE}")
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             where = f"{place}[{index}]"
-            raise FieldError(f"{file}: field {where!r}: {value!r:.60}: an object was wanted")
+            raise FieldError(
+                f"{file}: field {where!r}: {value!r:.60}: an object was wanted: {_GIVE}"
+            )
     return [Fields(file, value, f"{place}[{index}]") for index, value in enumerate(values)]
 
 

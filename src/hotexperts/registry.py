@@ -74,8 +74,8 @@ class Registry(Generic[T]):
             found = getattr(importlib.import_module(module_name), class_name)
         except Exception as error:  # the module is the user's, and may raise anything
             raise UnknownNameError(
-                f"cannot load {self._kind} {name!r}: {type(error).__name__}: {error}; the known "
-                f"ones are {', '.join(self.names())}"
+                f"cannot load {self._kind} {name!r} ({type(error).__name__}: {error}): mend it, or "
+                f"choose one of {', '.join(self.names())}"
             ) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise ConfigError(f"{name!r} is not a {self._base.__name__}: it must extend it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hotexperts.errors import CheckpointError, ConfigError
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 NUM_EXPERTS, CAPACITY, K = 12, 5, 2
-ABOUT = {"policy": "lru", "mode": "device", "capacity": CAPACITY}
+ABOUT = warm_start.About("lru", "device", CAPACITY, "0123456789abcdef")
 
 
 def make(mode: str, *, policy: str = "lru", first_value: int = 0) -> StreamingProvider:
@@ -50,7 +51,7 @@ def serve(provider: StreamingProvider, seed: int, num_events: int) -> list[list[
 @pytest.mark.parametrize("mode", ["host", "device"])
 @pytest.mark.parametrize("policy", ["lru", "adv"])
 def test_a_restart_goes_on_as_if_there_was_none(mode: str, policy: str, tmp_path: Path) -> None:
-    about = {"policy": policy, "mode": mode, "capacity": CAPACITY}
+    about = warm_start.About(policy, mode, CAPACITY)
     before, after = make(mode, policy=policy), make(mode, policy=policy)
     serve(before, 0, 12)
     warm_start.save(tmp_path / "state", {"a": before}, about)
@@ -85,13 +86,33 @@ def test_another_cache_is_refused_with_what_differs(tmp_path: Path) -> None:
     path = saved(tmp_path)
     provider = make("device")
     with pytest.raises(ConfigError, match="saved with capacity 5, and this cache has 4"):
-        warm_start.load(path, {"a": provider}, ABOUT | {"capacity": 4})
+        warm_start.load(path, {"a": provider}, replace(ABOUT, capacity=4))
     with pytest.raises(ConfigError, match="1 layers, the first of them a, and this one has 2"):
         warm_start.load(path, {"a": provider, "b": provider}, ABOUT)
     other = CPUBackingStore.from_tensors({"v": torch.zeros(12, 8)}, pin=DEVICE == "cuda")
     strange = DeviceWeightProvider(other, CAPACITY, device=DEVICE)
     with pytest.raises(ConfigError, match=r"whose a has 12 experts of w 8 float32.*of v 8 float32"):
         warm_start.load(path, {"a": strange}, ABOUT)
+
+
+@pytest.mark.interpret
+def test_a_file_of_another_model_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    path, provider = saved(tmp_path), make("device")
+    with pytest.raises(
+        ConfigError,
+        match=r"is of another model with the same shapes .its weights have the digest "
+        "0123456789abcdef, and here it is fedcba9876543210.: give that model, or name another file",
+    ):
+        warm_start.load(path, {"a": provider}, replace(ABOUT, model="fedcba9876543210"))
+    assert set(slots_of(provider)) == {-1}
+    warm_start.load(path, {"a": provider}, replace(ABOUT, model=None))  # of an engine without one
+    content = json.loads(path.read_text())
+    del content["model"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"does not say which model it is of.*: delete it, or"
+    ):
+        warm_start.load(path, {"a": provider}, ABOUT)
 
 
 @pytest.mark.interpret
@@ -169,8 +190,10 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):
-            warm_start.load(path, {}, {})
-    with pytest.raises(CheckpointError, match=r"cannot read .*missing: No such file"):
-        warm_start.load(tmp_path / "missing", {}, {})
-    with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
-        warm_start.save(tmp_path / "none" / "state", {}, {})
+            warm_start.load(path, {}, ABOUT)
+    with pytest.raises(
+        CheckpointError, match=r"cannot read .*missing .No such file.*: name a file"
+    ):
+        warm_start.load(tmp_path / "missing", {}, ABOUT)
+    with pytest.raises(ConfigError, match=r"cannot write .* .No such file.*: make room"):
+        warm_start.save(tmp_path / "none" / "state", {}, ABOUT)

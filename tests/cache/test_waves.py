@@ -123,9 +123,7 @@ def test_counts_after_an_over_capacity_call() -> None:
 
 def test_an_id_that_no_expert_has_is_an_error() -> None:
     provider = CachedWeightProvider(make_store(4), 2)
-    with pytest.raises(
-        ConfigError, match="expert id 4 in a layer of 4 experts: ids go from 0 to 3"
-    ):
+    with pytest.raises(ConfigError, match="expert id 4 in a layer of 4 experts: give 0 to 3"):
         provider.prepare(torch.tensor([0, 4]))
     for dtype in (torch.uint8, torch.float32):
         with pytest.raises(ConfigError, match="give int32 or int64"):

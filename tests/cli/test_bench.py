@@ -242,6 +242,33 @@ def test_what_vllm_has_not_is_refused(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            ["--expert-packing", "packed12"],
+            "expert_packing 'packed12' is unpacked by kernels, which do not work here (host: no "
+            "CUDA device): use expert_packing 'auto'",
+        ),
+        (["--cache-mode", "device"], "cache_mode 'device' cannot work here, no CUDA device: give"),
+        (
+            ["--expert-packing", "packed12", "--policy", "arc"],
+            "(host: policy 'arc' has no kernel): use expert_packing 'auto'",
+        ),
+    ],
+)
+def test_what_kernels_cannot_do_is_refused_before_a_weight_is_drawn(
+    argv: list[object], message: str, tiny_shape: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*args: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("hotexperts.cli.benchmark.find_routing", draw)
+    monkeypatch.setattr("hotexperts.bench.sources.random_model", draw)
+    assert_one_line(cli("bench", "--shape", tiny_shape, *argv, *SHORT), message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         (["--shape", "gpt"], "--shape 'gpt': give one of OLMoE-1B-7B"),
         (["m", "--shape", "OLMoE-1B-7B"], "give MODEL (m) or --shape OLMoE-1B-7B, not both"),
         (["--shape", "OLMoE-1B-7B", "--expert-cache-size", 65], "a layer has only 64 experts"),

@@ -152,7 +152,7 @@ class TestBadCheckpoints:
         assert_one_line(
             self.call("nosuchmodel"),
             "nosuchmodel: no such folder here, and the hub cannot be reached to look for a model "
-            "of that name: no network\n",
+            "of that name (no network): mend the path or the network ",
         )
         assert len(asked) == 1, "no second try, which would wait"
 

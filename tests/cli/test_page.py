@@ -158,7 +158,7 @@ def test_what_files_say_is_only_text(tmp_path: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{", "is no JSON: "),
+        ("{", "is no JSON ("),
         ('{"token_ids": NaN}', "NaN is no number of JSON's"),
         ("[" * 100_000, "nested too deeply"),
         ("3", "the whole file: a list with objects in it was wanted"),
@@ -186,15 +186,16 @@ def test_malformed_json_names_file_and_field(
     result = cli("report", file, "-o", page)
     assert_one_line(result, message)
     assert str(file) in result.err
+    assert ": give " in result.err, "what to do"
     assert not page.exists()
 
 
 def test_json_that_is_no_text_is_an_error(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "bad.json"
     file.write_bytes(b'{"model": "\xff"}')
-    assert_one_line(cli("report", file, "-o", tmp_path / "p.html"), "is no JSON: 'utf-8' codec")
+    assert_one_line(cli("report", file, "-o", tmp_path / "p.html"), "is no JSON ('utf-8' codec")
     file.write_text("9" * 5000)
-    assert_one_line(cli("report", file, "-o", tmp_path / "p.html"), "is no JSON: ")
+    assert_one_line(cli("report", file, "-o", tmp_path / "p.html"), "is no JSON (")
     with file.open("wb") as sparse:
         sparse.truncate((64 << 20) + 1)
     assert_one_line(cli("report", file, "-o", tmp_path / "p.html"), "has over 64 MiB")

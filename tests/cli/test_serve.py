@@ -324,7 +324,7 @@ def test_without_the_key_nothing_is_answered(key: str, server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "the body is no JSON: Expecting property name"),
+        (b"{", "the body is no JSON (Expecting property name"),
         (b"[1]", "the body is no JSON object"),
         (b'{"model": NaN}', "NaN is not JSON"),
         (b"[" * 19_000, "the body is no JSON"),
@@ -503,7 +503,7 @@ def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
     for arguments in ((), ("m", "--engine", "transformers")):
         done = vllm(*arguments, "--max-body", "0B")
         assert "note: engine transformers: " in done.stderr
-        assert "error: size '0B' is less than a byte" in done.stderr
+        assert "error: --max-body: size '0B' is less than a byte" in done.stderr
     assert json.loads(vllm("--engine", "vllm").stdout)[0][1] == str(demo_model_path())
 
 
@@ -512,9 +512,12 @@ def test_the_model_inside_and_a_wish_decide(vllm: Any) -> None:
     [
         (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines"),
         (("--api-key", "a b"), "--api-key: give 1 to 512 visible ASCII characters"),
-        (("--max-body", "many"), "size 'many' is not a number with a unit"),
+        (("--max-body", "many"), "--max-body: size 'many' is not a number with a unit"),
         (("--engine", "vllm"), "--engine vllm: vLLM is not installed"),
-        (("--chat-template", "no/such"), "no/such: No such file or directory"),
+        (
+            ("--chat-template", "no/such"),
+            "--chat-template no/such cannot be read (No such file or directory): give a file",
+        ),
         (("--policy", "best"), "best"),
         (("--prefetch", "all"), "prefetch is 'all': use 'off', 'router' or 'lift'"),
         (("--prefetch", "router", "--engine", "transformers"), "use prefetch 'off'"),

@@ -180,6 +180,7 @@ def test_json_into_a_file_is_what_is_printed(trace: Path, tmp_path: Path, cli: C
         (["--link-gb-s", "nan"], "a link of nan GB/s: give"),
         (["--compute-ms", "-1"], "-1 ms of compute a layer: give 0"),
         (["--expert-mb", "inf"], "an expert of inf MB: give its 10^6 bytes"),
+        (["--expert-mb", "1e308"], "an expert of 1e+308 MB: give its 10^6 bytes"),
         (["--json", "nowhere/rows.json"], "--json nowhere/rows.json: no such folder"),
         (["--json", "."], "--json '.' is a folder: name a file in it"),
         (["--plot", "curves.txt"], "end the name in .png, .svg, .pdf, .html"),

@@ -112,7 +112,9 @@ def test_a_counter_that_fell_was_reset() -> None:
     [
         ("nonsense", "nonsense is no address: give one such as http://"),
         ("http://127.0.0.1:9/metrics", "does not answer"),
-        ("http://127.0.0.1:99999/", "does not answer"),
+        ("http://127.0.0.1:99999/", "99999/ is no address: give one such as http://"),
+        ("http://", "http:// is no address: give one such as"),
+        ("http://[::1/metrics", "http://[::1/metrics is no address: give one such as"),
     ],
 )
 def test_what_answers_nothing_is_an_error(address: str, message: str, cli: Cli) -> None:

@@ -191,8 +191,14 @@ def test_packed_experts_give_the_same_tokens(checkpoint: Path, monkeypatch: Any)
 def test_packing_that_cannot_work_is_refused(checkpoint: Path) -> None:
     for options, message in (
         ({"expert_packing": "zip"}, "expert_packing is 'zip': use 'auto', 'none' or 'packed12'"),
-        ({"cache_mode": "host"}, "does not work with cache_mode 'host'"),
-        ({"expert_store": "file"}, "does not work with expert_store 'file'"),
+        (
+            {"cache_mode": "host"},
+            "does not work with cache_mode 'host': use cache_mode 'auto', or expert_packing 'auto'",
+        ),
+        (
+            {"expert_store": "file"},
+            "does not work with expert_store 'file': use expert_store 'ram'",
+        ),
         ({"policy": "slru"}, r"\(host: policy 'slru' has no kernel\): use expert_packing 'auto'"),
         (
             {"cache_mode": "device", "dtype": "float32"},

@@ -334,7 +334,7 @@ def test_a_policy_module_that_fails_is_named(
 ) -> None:
     (tmp_path / "failing_policy.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnknownNameError, match=r"cannot load policy 'failing_policy:Best': .*lru"):
+    with pytest.raises(UnknownNameError, match=r"cannot load policy 'failing_policy:Best' .*lru"):
         load(olmoe, policy="failing_policy:Best")
 
 

@@ -110,6 +110,12 @@ def test_what_the_template_does_not_take_is_the_client_s_fault() -> None:
     )
     messages = [json.loads(text)["error"]["message"] for status, text in found[:4]]
     assert [status for status, _ in found] == [400, 400, 400, 413, 200]
-    assert messages[0] == 'the chat template does not take these messages: only "users"'
-    assert messages[1:3] == ["tokenize is not the template's", "messages is not the template's"]
+    assert messages[0] == (
+        'the chat template does not take these messages (only "users"): send roles in an order '
+        "that it takes"
+    )
+    assert messages[1:3] == [
+        "tokenize is not the template's: leave it out",
+        "messages is not the template's: leave it out",
+    ]
     assert 'hotexperts_hits_total{rank="0"} 5.0' in found[4][1]

@@ -135,7 +135,7 @@ def test_one_number_an_expert_stays_as_it_is() -> None:
 @pytest.mark.parametrize("shape", [(0, 8192), (3, 0)])
 def test_nothing_to_store_is_refused(shape: tuple[int, int]) -> None:
     tensors = {"w": torch.zeros(shape, dtype=torch.bfloat16)}
-    with pytest.raises(UnsupportedModelError, match=r"experts of .* there is nothing to store"):
+    with pytest.raises(UnsupportedModelError, match=r"experts of .* are nothing to store"):
         PackedBackingStore.from_tensors(tensors, CPU)
 
 

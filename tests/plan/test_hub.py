@@ -111,8 +111,8 @@ def test_what_is_in_the_cache_needs_no_hub(hub: Hub, tmp_path: Path) -> None:
     ("answer", "message"),
     [
         ((401, "RepoNotFound"), "neither a folder here nor a model of the hub, or a private one"),
-        ((401, "GatedRepo"), "its terms must be accepted on its page"),
-        ((403, "GatedRepo"), "its terms must be accepted on its page"),
+        ((401, "GatedRepo"), "it has terms: accept them on its page"),
+        ((403, "GatedRepo"), "it has terms: accept them on its page"),
         ((403, ""), "the hub answers 403: give a token that may read it"),
         ((404, "RepoNotFound"), "neither a folder here nor a model of the hub"),
         ((404, "EntryNotFound"), "the hub's repository has no config.json"),

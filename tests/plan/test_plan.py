@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -74,7 +75,11 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "no JSON": (lambda p: (p / "config.json").write_text("{"), CheckpointError, "is no JSON"),
     "deep": (lambda p: (p / "config.json").write_text("[" * 10**5), CheckpointError, "no JSON"),
-    "list": (lambda p: (p / "config.json").write_text("[]"), CheckpointError, "holds no object"),
+    "list": (
+        lambda p: (p / "config.json").write_text("[]"),
+        CheckpointError,
+        "holds no JSON object",
+    ),
     "negative": (lambda p: config(p, head_dim=-16), CheckpointError, "head_dim is -16: a count"),
     "text": (lambda p: config(p, num_experts="64"), CheckpointError, "num_experts is '64'"),
     "bool": (lambda p: config(p, num_hidden_layers=True), CheckpointError, "is True: a count"),
@@ -106,7 +111,7 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "a lost file": (
         lambda p: index(p, {"a": "lost.safetensors"}),
         CheckpointError,
-        "download complete",
+        "download the rest",
     ),
     "a cut file": (
         lambda p: os.truncate(p / "model.safetensors", 100_000),
@@ -261,3 +266,18 @@ def test_a_prefill_streams_what_is_absent_and_multiplies(tmp_path: Path) -> None
     assert best == pytest.approx(absent_nbytes / (0.99 * 52e9) * 1e3)
     flops = 2 * (2 * 8 * 3 * 128 * 64 + facts.other_nbytes / 2)
     assert worst - best == pytest.approx(1e6 * flops / (0.2 * 989e12) * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is no name of a model: give a folder, a .gguf file, or a hub id"),
+        *(
+            (name, f"{name}: no such folder: give one with config.json")
+            for name in ("./nowhere", "-x", "org/.x", "a--b", "org/model.git", "x.", "~/m")
+        ),
+    ],
+)
+def test_what_can_be_no_model_is_refused_without_the_hub(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_facts(name)

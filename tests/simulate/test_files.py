@@ -170,6 +170,12 @@ def test_malformed_arrays_are_refused(
     assert str(caught.value).startswith(f"{path}: ")
 
 
+def test_what_is_no_archive_gives_no_advice_to_load_it_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "t.npz").write_text("x")
+    with pytest.raises(TraceError, match=r"no archive of plain arrays.: give the whole file"):
+        read_trace(tmp_path / "t.npz")
+
+
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"ends in one of .npz, .jsonl, .csv"):
         read_trace(tmp_path / "t.parquet")

@@ -23,14 +23,10 @@ def random_model(shape: Shape, draw_on: str) -> Any:
     Raises:
         HostMemoryError: it does not fit.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(shape.model_type, **shape.sizes, tie_word_embeddings=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model_without_weights(shape)
     _require_memory(sum(parameter.nbytes for parameter in model.parameters()))
     model = model.to_empty(device="cpu").eval()
-    _restore_rotary(model, config)
+    _restore_rotary(model)
     copies = _copies(model.model.layers)
     is_copied = {id(p) for layer in copies for p in layer.parameters()}
     generator = torch.Generator(draw_on).manual_seed(0)
@@ -42,6 +38,15 @@ def random_model(shape: Shape, draw_on: str) -> Any:
             for drawn, copied in zip(source.parameters(), layer.parameters(), strict=True):
                 copied.copy_(drawn)
     return model
+
+
+def model_without_weights(shape: Shape) -> Any:
+    """The model on the meta device, bf16: it takes no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(shape.model_type, **shape.sizes, tie_word_embeddings=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def _require_memory(needed: int) -> None:
@@ -73,8 +78,8 @@ def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
     parameter.copy_(torch.randn(parameter.shape, generator=generator, **options).mul_(_SCALE))
 
 
-def _restore_rotary(model: Any, config: Any) -> None:
+def _restore_rotary(model: Any) -> None:
     """Its frequencies are no parameters, and were on no device."""
-    rotary = type(model.model.rotary_emb)(config)
+    rotary = type(model.model.rotary_emb)(model.config)
     model.model.rotary_emb = rotary
     assert rotary.inv_freq.dtype == torch.float32

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hotexperts.bench.decode import Show
-from hotexperts.bench.random_model import random_model
+from hotexperts.bench.random_model import model_without_weights, random_model
 from hotexperts.bench.replay import Replay
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import name_of
@@ -21,7 +21,9 @@ from hotexperts.cache.device_mode import ChosenMode, check_options_for_kernels, 
 from hotexperts.cache.packed_store import check_packable
 from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
+from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.transformers.load import hook_loading
+from hotexperts.integrations.transformers.modules import find_experts
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.sizing import LayerShape, fixed_capacity
 from hotexperts.transformers import attach, load
@@ -185,7 +187,30 @@ def mode_beyond(probe: Any, options: Mapping[str, Any]) -> ChosenMode:
         prefetch=options["prefetch"],
     )
     layouts = [provider.store.layout for provider in probe.expert_cache.providers]
-    mode = choose_mode(cache, layouts, probe.device)
+    return _check_mode(cache, layouts, probe.device)
+
+
+def check_shape(shape: Shape, options: Mapping[str, Any]) -> None:
+    """Refuse what kernels cannot do here, before any weight is drawn.
+
+    Args:
+        shape: the model's.
+        options: device, policy, cache_mode and expert_packing, as `attach` will take them.
+
+    Raises:
+        ConfigError: a cache mode or a packing that cannot work here.
+    """
+    cache = CacheConfig(
+        policy=options["policy"], mode=options["cache_mode"], packing=options["expert_packing"]
+    )
+    first = model_without_weights(shape.cut(shape.num_dense + 1))
+    _check_mode(cache, [x.layout for x in find_experts(first)], torch.device(options["device"]))
+
+
+def _check_mode(
+    cache: CacheConfig, layouts: Sequence[ExpertLayout], device: torch.device
+) -> ChosenMode:
+    mode = choose_mode(cache, layouts, device)
     check_options_for_kernels(cache, mode)
     check_packable(cache, layouts)
     return mode

@@ -250,8 +250,8 @@ class CachedWeightProvider(StreamingProvider):
         valid = demand >= 0
         if demand.size and int(demand[-1]) >= self.store.num_experts:
             raise ConfigError(
-                f"expert id {demand[-1]} in a layer of {self.store.num_experts} experts: ids go "
-                f"from 0 to {self.store.num_experts - 1}"
+                f"expert id {demand[-1]} in a layer of {self.store.num_experts} experts: give "
+                f"0 to {self.store.num_experts - 1}"
             )
         return ids, demand[valid].tolist(), counts[valid].tolist()
 

@@ -84,7 +84,8 @@ class FileStore:
             if whole != wanted or any(shape[1:] != wanted[1:] for shape in shapes):
                 raise CheckpointError(
                     f"expert {expert}, tensor {spec.name!r}: the file has "
-                    f"{[list(shape) for shape in shapes]}, the model wants {list(spec.shape)}"
+                    f"{[list(shape) for shape in shapes]}, the model wants {list(spec.shape)}: "
+                    "download the checkpoint again, or give the folder of this model"
                 )
         return pieces_of_all
 

@@ -87,7 +87,7 @@ class SafetensorsFile:
         """
         entry = self.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}: download it again")
         if isinstance(entry.dtype, str):
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has the dtype {entry.dtype!r}, which torch does "

@@ -232,7 +232,8 @@ def check_not_empty(layout: ExpertLayout, num_experts: int) -> None:
     """
     if num_experts < 1 or layout.row_nbytes < 1:
         raise UnsupportedModelError(
-            f"{num_experts} experts of {layout.row_nbytes} bytes: there is nothing to store"
+            f"{num_experts} experts of {layout.row_nbytes} bytes are nothing to store: give "
+            "a model that has some"
         )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,30 @@ _REMEDIES = {
 _DELETE = "delete it, or name another file"
 
 
-def save(
-    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a state depends on, beside the layers.
+
+    Attributes:
+        policy: its name.
+        mode: who manages the caches: "host" or "device".
+        capacity: slots a layer.
+        model: a digest of the model's weights; None where the engine has none.
+    """
+
+    policy: str
+    mode: str
+    capacity: int
+    model: str | None = None
+
+
+def save(path: str | Path, providers: Mapping[str, StreamingProvider], about: About) -> None:
     """Write the state of all layers to a file, whole or not at all; waits for the device.
 
     Args:
         path: replaced if it exists; a link stays, and what it leads to is replaced.
         providers: by the layers' names.
-        about: what the state depends on, as JSON: policy, mode, capacity.
+        about: what the state depends on.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -44,19 +60,20 @@ def save(
     try:
         if target.exists() and not target.is_file():  # a device would be replaced, too
             raise ConfigError(f"{path} is no file: name another one for the cache's state")
-        content = {"format": FORMAT, "digest": digest(layers), **about, "layers": layers}
+        content = {"format": FORMAT, "digest": digest(layers), **asdict(about), "layers": layers}
         unfinished.write_text(json.dumps(content))
         unfinished.replace(target)
     except OSError as error:
-        raise ConfigError(f"cannot write the cache's state to {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write the cache's state to {path} ({error.strerror}): make room, or name "
+            "another file"
+        ) from error
     finally:  # an interrupt, too, leaves nothing beside it
         with suppress(OSError):
             unfinished.unlink()
 
 
-def load(
-    path: str | Path, providers: Mapping[str, StreamingProvider], about: dict[str, Any]
-) -> None:
+def load(path: str | Path, providers: Mapping[str, StreamingProvider], about: About) -> None:
     """Restore what `save` wrote: every layer or none.
 
     Args:
@@ -65,15 +82,16 @@ def load(
         about: must be what it was.
 
     Raises:
-        CheckpointError: the file is no such file, is damaged, or is another version's.
+        CheckpointError: the file is no such file, is damaged, is another version's, or does not
+            say which model it is of.
         ConfigError: it is of another model, policy, mode or capacity.
     """
     content = _read(Path(path))
-    for name, value in about.items():
-        if content.get(name) != value:
+    for name, remedy in _REMEDIES.items():
+        if content.get(name) != getattr(about, name):
             raise ConfigError(
-                f"{path} was saved with {name} {content.get(name)}, and this cache has {value}: "
-                f"{_REMEDIES.get(name, 'use the same')}, or name another file"
+                f"{path} was saved with {name} {content.get(name)}, and this cache has "
+                f"{getattr(about, name)}: {remedy}, or name another file"
             )
     layers = content["layers"]
     if list(layers) != list(providers):
@@ -88,6 +106,7 @@ def load(
                 f"{path} is of a model whose {name} has {layers[name].get('shape')}, and here it "
                 f"is {_shape(provider)}: use another file"
             )
+    _check_model(path, content.get("model"), about.model)
     if content.get("digest") != digest(layers):
         raise CheckpointError(f"{path} is damaged (its digest is another): {_DELETE}")
     try:
@@ -103,6 +122,19 @@ def load(
         raise
 
 
+def _check_model(path: str | Path, saved: Any, here: str | None) -> None:
+    """Layers of the same shapes do not make the same model; its weights tell."""
+    if here is not None and saved is None:
+        raise CheckpointError(
+            f"{path} does not say which model it is of, for an earlier version wrote it: {_DELETE}"
+        )
+    if here is not None and saved != here:
+        raise ConfigError(
+            f"{path} is of another model with the same shapes (its weights have the digest "
+            f"{saved!s:.40}, and here it is {here}): give that model, or name another file"
+        )
+
+
 def digest(layers: dict[str, Any]) -> str:
     """Of the layers' states: that each field may be true does not make them true of one cache."""
     return hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
@@ -112,7 +144,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}): name a file that can be read"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no state of a cache ({error}): {_DELETE}") from error
     is_ours = isinstance(content, dict) and isinstance(content.get("layers"), dict)
@@ -120,7 +154,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds no state of a cache: {_DELETE}")
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content.get('format')}, and this version reads {FORMAT}"
+            f"{path} has format {content.get('format')}, and this version reads {FORMAT}: {_DELETE}"
         )
     return content
 

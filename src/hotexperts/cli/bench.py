@@ -10,9 +10,10 @@ import typer
 from hotexperts.bench.domains import DOMAINS
 from hotexperts.bench.earlier import read_earlier
 from hotexperts.bench.shapes import SHAPES, VLLM_SHAPES, Shape, find_shape
-from hotexperts.cli import console, lists, options
+from hotexperts.cli import console, groups, lists, options
 from hotexperts.cli.bench_report import bench_report
-from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
+from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
+from hotexperts.config import AUTO, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 
@@ -23,6 +24,7 @@ _OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code",
 _NOT_VLLMS = {"device": ("cuda",), "cache_mode": (AUTO, "device")}  # and what it does anyway
 
 
+@groups.expanded
 def bench(
     call: typer.Context,
     model: options.Model = None,
@@ -70,13 +72,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Steps of decode after each prompt.")] = 64,
     policy: options.Policy = DEFAULT_POLICY,
     device: options.Device = None,
-    expert_store: options.ExpertStore = options.Store.RAM,
-    expert_ram_gib: options.ExpertRamGib = None,
-    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
-    expert_pack: options.ExpertPack = None,
-    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
-    cache_mode: options.CacheModeName = AUTO,
-    prefetch: options.PrefetchName = "off",
+    expert_options: Annotated[ExpertOptions, groups.without("expert_dtype")] = EXPERTS,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     no_resident: Annotated[
         bool,
@@ -108,7 +104,7 @@ def bench(
     the longer of the resident step and the missed bytes over the link, in parts of the step.
     """
     with console.errors_as_one_line(debug):
-        options.check_fixed_store(expert_store)
+        expert_options.check_fixed_store()
         name, found_shape = _find_shape(call, model, shape, layers)
         asked = {
             **_lists(expert_cache_size, batch, domain),
@@ -118,17 +114,10 @@ def bench(
             "steps": steps,
             "has_resident": not no_resident,
             "trust_remote_code": trust_remote_code,
-            "load_options": options.load_options(
+            "load_options": expert_options.for_load(
                 device=device,
                 dtype=dtype,
                 policy=policy,
-                store=expert_store,
-                ram_gib=expert_ram_gib,
-                ram_policy=expert_ram_policy,
-                pack=expert_pack,
-                packing=expert_packing,
-                mode=cache_mode,
-                prefetch=prefetch,
                 no_host_memory_check=no_host_memory_check,
             ),
         }

@@ -14,7 +14,7 @@ from hotexperts.bench.machine import describe
 from hotexperts.bench.measure import Wanted, measure
 from hotexperts.bench.routing import Routing, find_routing
 from hotexperts.bench.shapes import Shape
-from hotexperts.bench.sources import CheckpointSource, ShapeSource, Source
+from hotexperts.bench.sources import CheckpointSource, ShapeSource, Source, check_shape
 from hotexperts.cli.console import counting, quiet_libraries
 from hotexperts.cli.options import model_label
 from hotexperts.cli.report import Data
@@ -52,7 +52,7 @@ class Benchmark:
         steps: see `Wanted`.
         has_resident: see `Wanted`.
         trust_remote_code: run Python code of the checkpoint.
-        load_options: of `options.load_options`.
+        load_options: of `ExpertOptions.for_load`.
     """
 
     model: str | None
@@ -149,6 +149,7 @@ def _job(asked: Benchmark) -> Job:
 
 
 def _of_shape(asked: Benchmark, shape: Shape, load_options: Data) -> tuple[Source, Data]:
+    check_shape(shape, load_options)
     routing = find_routing(asked.traces, shape, asked.prompt_tokens + asked.steps)
     options = {name: value for name, value in load_options.items() if name not in _OF_CHECKPOINTS}
     source = ShapeSource(shape, options.pop("device"), routing, asked.num_groups, options)

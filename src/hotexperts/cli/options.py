@@ -5,39 +5,16 @@ from __future__ import annotations
 import math
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
 from hotexperts import demo
-from hotexperts.config import (
-    AUTO,
-    CACHE_MODES,
-    DEFAULT_PACKING,
-    DEFAULT_RAM_POLICY,
-    EXPERT_DTYPES,
-    PACKINGS,
-    PREFETCHES,
-    CacheConfig,
-    CacheMode,
-    ExpertDtype,
-    ExpertPacking,
-    Prefetch,
-    gib_to_bytes,
-)
+from hotexperts.config import AUTO, parse_bytes
 from hotexperts.errors import CheckpointError, ConfigError
-from hotexperts.policy import DEFAULT_POLICY, POLICIES
+from hotexperts.policy import POLICIES
 
 _MOST_GIB = 2**20
-
-
-class Store(str, Enum):
-    """Where the experts live; the names of `load(expert_store=...)`."""
-
-    RAM = "ram"
-    FILE = "file"
-    DISK = "disk"
-    AUTO = "auto"
 
 
 class Dtype(str, Enum):
@@ -121,70 +98,12 @@ Device = Annotated[
         help="cuda, cuda:N or cpu.", metavar="NAME", show_default="cuda where there is one"
     ),
 ]
-ExpertStore = Annotated[
-    Store,
-    typer.Option(
-        help="Copy experts into host memory (ram), leave them in the checkpoint (file), read them "
-        "from a pack and keep some in memory (disk), or what the free memory allows (auto)."
-    ),
-]
-ExpertRamGib = Annotated[
-    float | None,
-    typer.Option(
-        metavar="G",
-        help="Host memory for experts that are on disk, in GiB.",
-        show_default="half of what is free",
-    ),
-]
-ExpertRamPolicy = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Which of the experts on disk leaves host memory; as --policy."
-    ),
-]
 ExpertPack = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
         help="The pack of the experts.",
         show_default="a name of the checkpoint's in ~/.cache/hotexperts",
-    ),
-]
-ExpertPackingName = Annotated[
-    str,
-    typer.Option(
-        "--expert-packing",
-        help="Keep bf16 experts in 12 bits a value in host memory, without loss (packed12), as "
-        "they are (none), or packed where kernels on the GPU copy them (auto).",
-        metavar="|".join(PACKINGS),
-    ),
-]
-ExpertDtypeName = Annotated[
-    str,
-    typer.Option(
-        "--expert-dtype",
-        help="Quantise experts as they are loaded into host memory, which changes them a little; "
-        "slots hold the model's dtype.",
-        metavar="|".join(EXPERT_DTYPES),
-    ),
-]
-CacheModeName = Annotated[
-    str,
-    typer.Option(
-        "--cache-mode",
-        help="Let Python decide which experts to copy (host), a kernel on the GPU (device), or the "
-        "kernel where it can (auto).",
-        metavar="|".join(CACHE_MODES),
-    ),
-]
-PrefetchName = Annotated[
-    str,
-    typer.Option(
-        "--prefetch",
-        help="While the link is idle, copy what the next layer's router would choose now (router), "
-        "or what has followed this layer's experts so far (lift); needs kernels that manage the "
-        "cache.",
-        metavar="|".join(PREFETCHES),
     ),
 ]
 WeightsDtype = Annotated[
@@ -270,67 +189,16 @@ def context(wanted: int | None, default: int, positions: int | None) -> int:
     return wanted or min(default, positions)
 
 
-def load_options(
-    *,
-    device: str | None,
-    dtype: Dtype,
-    store: Store,
-    mode: str,
-    no_host_memory_check: bool,
-    policy: str = DEFAULT_POLICY,
-    packing: str = DEFAULT_PACKING,
-    ram_gib: float | None = None,
-    ram_policy: str = DEFAULT_RAM_POLICY,
-    pack: Path | None = None,
-    expert_dtype: str = "none",
-    prefetch: str = "off",
-) -> dict[str, Any]:
-    """What `load` takes of the options that commands share, checked without torch.
+def nbytes(option: str, size: str) -> int:
+    """Bytes of a size such as 6GiB.
 
     Raises:
-        UnknownNameError: the policy is none.
-        ConfigError: a mode, a packing, a dtype or a prefetch that is none, or that does not go with
-            the others.
+        ConfigError: it is none; the option is named.
     """
-    POLICIES.load(policy)
-    given = cast(CacheMode, mode), cast(ExpertPacking, packing)
-    POLICIES.load(ram_policy)
-    CacheConfig(
-        store=store.value,
-        mode=given[0],
-        packing=given[1],
-        ram_nbytes=gib_to_bytes(ram_gib, "--expert-ram-gib"),
-        ram_policy=ram_policy,
-        pack=None if pack is None else str(pack),
-        expert_dtype=cast(ExpertDtype, expert_dtype),
-        prefetch=cast(Prefetch, prefetch),
-    )
-    return {
-        "device": device,
-        "dtype": dtype.value,
-        "policy": policy,
-        "expert_store": store.value,
-        "expert_ram_gib": ram_gib,
-        "expert_ram_policy": ram_policy,
-        "expert_pack": pack,
-        "cache_mode": mode,
-        "expert_packing": packing,
-        "expert_dtype": expert_dtype,
-        "prefetch": prefetch,
-        "check_host_memory": not no_host_memory_check,
-    }
-
-
-def check_fixed_store(store: Store) -> None:
-    """Refuse to compare or measure what may be another thing tomorrow.
-
-    Raises:
-        ConfigError: it depends on the memory that is free.
-    """
-    if store is Store.AUTO:
-        raise ConfigError(
-            "--expert-store auto depends on the memory that is free now: give ram, file or disk"
-        )
+    try:
+        return parse_bytes(size)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def given_names(call: typer.Context) -> list[str]:

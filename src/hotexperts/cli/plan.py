@@ -10,7 +10,7 @@ import typer
 
 from hotexperts.cli import console, lists, options
 from hotexperts.cli.plan_report import Job, Row, one_table, sizes_table
-from hotexperts.config import format_bytes, parse_bytes
+from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def plan(
         split = _split(gpus, parallel, gpus_per_link)
         asked = {"memory_gb_s": memory_gb_s, "link_gb_s": link_gb_s, "tflops": tflops}
         machine, budgets = _machine(gpu, lists.split("--vram", vram, ()), asked)
-        ram_nbytes = None if ram is None else _bytes("--ram", ram)
+        ram_nbytes = None if ram is None else options.nbytes("--ram", ram)
         with console.prints_to_stderr():
             facts = read_facts(model)
         tokens = options.context(context, _CONTEXT, facts.max_positions)
@@ -166,7 +166,7 @@ def _machine(
         raise ConfigError(
             "give --gpu NAME, or --vram SIZE and --link-gb-s X (hotexperts doctor measures it)"
         )
-    budgets = [_bytes("--vram", size) for size in sizes]
+    budgets = [options.nbytes("--vram", size) for size in sizes]
     if gpu is not None:
         found = by_name(gpu)
     else:
@@ -180,13 +180,6 @@ def _machine(
     values: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     found = found._replace(**values)
     return found, budgets or [int(_OWN_SHARE * found.vram_nbytes)]
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
 
 
 def _split(gpus: int, parallel: str, gpus_per_link: int) -> Split:

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hotexperts.cli import console, options, report
+from hotexperts.cli import console, groups, options, report
+from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
 from hotexperts.cli.state import kept
-from hotexperts.config import (
-    AUTO,
-    DEFAULT_PACKING,
-    DEFAULT_RAM_POLICY,
-    LOWEST_TEMPERATURE,
-    parse_cache_size,
-)
+from hotexperts.config import LOWEST_TEMPERATURE, parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 from hotexperts.policy import DEFAULT_POLICY
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
 _LEAVE = ("exit", "quit")
 
 
+@groups.expanded
 def run(
     model: options.Model = None,
     prompt: Annotated[
@@ -48,14 +44,7 @@ def run(
     policy: options.Policy = DEFAULT_POLICY,
     max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
-    expert_store: options.ExpertStore = options.Store.RAM,
-    expert_ram_gib: options.ExpertRamGib = None,
-    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
-    expert_pack: options.ExpertPack = None,
-    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
-    expert_dtype: options.ExpertDtypeName = "none",
-    cache_mode: options.CacheModeName = AUTO,
-    prefetch: options.PrefetchName = "off",
+    expert_options: ExpertOptions = EXPERTS,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     expert_cache_state: options.CacheState = None,
     metrics_port: Annotated[
@@ -91,18 +80,10 @@ def run(
             options.check_output("--expert-cache-state", str(expert_cache_state))
         _check_prompt(prompt, interactive, as_json)
         parse_cache_size(size)
-        load_options = options.load_options(
+        load_options = expert_options.for_load(
             device=device,
             dtype=dtype,
             policy=policy,
-            store=expert_store,
-            ram_gib=expert_ram_gib,
-            ram_policy=expert_ram_policy,
-            pack=expert_pack,
-            packing=expert_packing,
-            expert_dtype=expert_dtype,
-            mode=cache_mode,
-            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         _check_draws(temperature, seed)

@@ -11,16 +11,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from hotexperts.cli import console, options
+from hotexperts.cli import console, groups, options
+from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
 from hotexperts.cli.state import kept
-from hotexperts.config import (
-    AUTO,
-    DEFAULT_PACKING,
-    DEFAULT_RAM_POLICY,
-    CacheSize,
-    parse_bytes,
-    parse_cache_size,
-)
+from hotexperts.config import CacheSize, parse_cache_size
 from hotexperts.errors import ConfigError
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
@@ -31,12 +25,12 @@ DEMO_NAME = "hotexperts-demo"
 _PASSED = "vllm arguments"  # in the context's meta
 _NOT_VLLMS: dict[str, Any] = {  # and what vLLM does anyway
     "device": None,
-    "expert_store": options.Store.RAM,
-    "expert_ram_gib": None,
-    "expert_ram_policy": DEFAULT_RAM_POLICY,
-    "expert_pack": None,
-    "expert_dtype": "none",
-    "cache_mode": AUTO,
+    "expert_store": EXPERTS.expert_store,
+    "expert_ram_gib": EXPERTS.expert_ram_gib,
+    "expert_ram_policy": EXPERTS.expert_ram_policy,
+    "expert_pack": EXPERTS.expert_pack,
+    "expert_dtype": EXPERTS.expert_dtype,
+    "cache_mode": EXPERTS.cache_mode,
     "max_requests": None,
     "max_body": None,
 }
@@ -53,6 +47,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@groups.expanded
 def serve(
     ctx: typer.Context,
     model: options.Model = None,
@@ -96,14 +91,7 @@ def serve(
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     context: options.Context = None,
     device: options.Device = None,
-    expert_store: options.ExpertStore = options.Store.RAM,
-    expert_ram_gib: options.ExpertRamGib = None,
-    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
-    expert_pack: options.ExpertPack = None,
-    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
-    expert_dtype: options.ExpertDtypeName = "none",
-    cache_mode: options.CacheModeName = AUTO,
-    prefetch: options.PrefetchName = "off",
+    expert_options: ExpertOptions = EXPERTS,
     max_requests: Annotated[
         int,
         typer.Option(
@@ -126,18 +114,10 @@ def serve(
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         cache_size = parse_cache_size(size)
-        load_options = options.load_options(
+        load_options = expert_options.for_load(
             device=device,
             dtype=dtype,
             policy=policy,
-            store=expert_store,
-            ram_gib=expert_ram_gib,
-            ram_policy=expert_ram_policy,
-            pack=expert_pack,
-            packing=expert_packing,
-            expert_dtype=expert_dtype,
-            mode=cache_mode,
-            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         address.check_access(host, api_key)
@@ -156,7 +136,7 @@ def serve(
                 "take --engine vllm"
             )
         hosts = None if api_key else address.local_names(host)
-        limits = Limits(name, parse_bytes(max_body), max_requests, api_key, hosts)
+        limits = Limits(name, options.nbytes("--max-body", max_body), max_requests, api_key, hosts)
         _serve(
             path,
             limits,
@@ -242,6 +222,10 @@ def _read_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path} is not valid UTF-8: save it so") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--chat-template {path} cannot be read ({error.strerror}): give a file"
+        ) from error
 
 
 def _serve(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotexperts.cli import console, options
-from hotexperts.config import AUTO, DEFAULT_RAM_POLICY, parse_cache_size
+from hotexperts.cli import console, groups, options
+from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
+from hotexperts.config import parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _OF_SYNTHETIC = {"tokens", "sequences", "layers", "experts", "top_k", "seed"}
 _OF_BOTH = {"out", "synthetic", "debug"}
 
 
+@groups.expanded
 def trace(
     call: typer.Context,
     model: options.Model = None,
@@ -56,11 +58,9 @@ def trace(
     expert_cache_gib: options.CacheGib = None,
     max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
-    expert_store: options.ExpertStore = options.Store.RAM,
-    expert_ram_gib: options.ExpertRamGib = None,
-    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
-    expert_pack: options.ExpertPack = None,
-    cache_mode: options.CacheModeName = AUTO,
+    expert_options: Annotated[
+        ExpertOptions, groups.without("expert_packing", "expert_dtype", "prefetch")
+    ] = EXPERTS,
     dtype: options.WeightsDtype = options.Dtype.AUTO,
     context: options.Context = None,
     chat: options.Chat = None,
@@ -97,15 +97,8 @@ def trace(
             return
         size = options.cache_size(expert_cache_size, expert_cache_gib)
         parse_cache_size(size)
-        load_options = options.load_options(
-            device=device,
-            dtype=dtype,
-            store=expert_store,
-            ram_gib=expert_ram_gib,
-            ram_policy=expert_ram_policy,
-            pack=expert_pack,
-            mode=cache_mode,
-            no_host_memory_check=no_host_memory_check,
+        load_options = expert_options.for_load(
+            device=device, dtype=dtype, no_host_memory_check=no_host_memory_check
         )
         options.check_text(licence, "--licence")
         texts, path = _read_prompts(prompts), _out(out)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hotexperts.cli import console, lists, options, report
-from hotexperts.config import AUTO, DEFAULT_PACKING, DEFAULT_RAM_POLICY, parse_cache_size
+from hotexperts.cli import console, groups, lists, options, report
+from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
+from hotexperts.config import parse_cache_size
 from hotexperts.policy import DEFAULT_POLICY
 
 
@@ -20,6 +21,7 @@ class Algorithm(str, Enum):
     GROUPED_MM = "grouped_mm"
 
 
+@groups.expanded
 def verify(
     model: options.Model = None,
     expert_cache_size: Annotated[
@@ -40,13 +42,7 @@ def verify(
         typer.Option(metavar="TEXT", help="Text before them.", show_default="32 random ids"),
     ] = None,
     policy: options.Policy = DEFAULT_POLICY,
-    expert_store: options.ExpertStore = options.Store.RAM,
-    expert_ram_gib: options.ExpertRamGib = None,
-    expert_ram_policy: options.ExpertRamPolicy = DEFAULT_RAM_POLICY,
-    expert_pack: options.ExpertPack = None,
-    expert_packing: options.ExpertPackingName = DEFAULT_PACKING,
-    cache_mode: options.CacheModeName = AUTO,
-    prefetch: options.PrefetchName = "off",
+    expert_options: Annotated[ExpertOptions, groups.without("expert_dtype")] = EXPERTS,
     tolerance: Annotated[
         float,
         typer.Option(
@@ -73,18 +69,11 @@ def verify(
         sizes = lists.split("--expert-cache-size", expert_cache_size, ())
         for size in sizes:
             parse_cache_size(size)
-        options.check_fixed_store(expert_store)
-        load_options = options.load_options(
+        expert_options.check_fixed_store()
+        load_options = expert_options.for_load(
             device=device,
             dtype=dtype,
             policy=policy,
-            store=expert_store,
-            ram_gib=expert_ram_gib,
-            ram_policy=expert_ram_policy,
-            pack=expert_pack,
-            packing=expert_packing,
-            mode=cache_mode,
-            prefetch=prefetch,
             no_host_memory_check=no_host_memory_check,
         )
         options.check_text(prompt or "", "--prompt")

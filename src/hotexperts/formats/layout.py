@@ -79,8 +79,8 @@ class ExpertLayout:
         for name, tensor in tensors.items():
             if tensor.dim() == 0:
                 raise UnsupportedModelError(
-                    f"tensor {name!r} has no expert dimension: a value shared by all experts "
-                    "stays with the model, it is not part of a row"
+                    f"tensor {name!r} has no expert dimension: leave it out, for a value that all "
+                    "experts share stays with the model"
                 )
         sizes = {name: tensor.shape[0] for name, tensor in tensors.items()}
         if len(set(sizes.values())) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
+from urllib.parse import urlsplit
 
 from hotexperts.errors import ConfigError
 from hotexperts.observe.names import COUNTERS, GAUGES, PREFIX
@@ -59,7 +60,7 @@ def read_totals(url: str) -> Totals:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    if not url.startswith(("http://", "https://")):
+    if not _is_address(url):
         raise ConfigError(f"{url} is no address: give one such as http://127.0.0.1:8000/metrics")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
@@ -82,6 +83,14 @@ def read_totals(url: str) -> Totals:
     if not found:
         raise ConfigError(f"{url} has no counters of an expert cache: is one in use there?")
     return found
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the host, or a port beyond all
+        return False
 
 
 def rates(before: Totals, after: Totals, seconds: float) -> dict[str, Rates]:

@@ -32,7 +32,9 @@ class Config:
             if value is None:
                 continue
             if type(value) is not int or not 1 <= value < 2**31:
-                raise CheckpointError(f"{self.place}: {name} is {value!r:.60}: a count was wanted")
+                raise CheckpointError(
+                    f"{self.place}: {name} is {value!r:.60}: a count was wanted: download it again"
+                )
             return value
         return None
 
@@ -40,7 +42,7 @@ class Config:
         """A number that must be there."""
         found = self.first(names)
         if found is None:
-            raise CheckpointError(f"{self.place} has no {' or '.join(names)}")
+            raise CheckpointError(f"{self.place} has no {' or '.join(names)}: download it again")
         return found
 
 
@@ -61,14 +63,14 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} has over {_MOST_BYTES >> 20} MiB: it is damaged")
+            raise CheckpointError(f"{path} has over {_MOST_BYTES >> 20} MiB: download it again")
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}: name a file that can be read"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is no JSON ({error}): download it again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no object")
+        raise CheckpointError(f"{path} holds no JSON object: download it again")
     return values

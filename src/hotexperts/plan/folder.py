@@ -46,8 +46,8 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(names)} files, {missing[0]} first: is its "
-            "download complete?"
+            f"{folder} lacks {len(missing)} of {len(names)} files, {missing[0]} first: download "
+            "the rest"
         )
     return [folder / name for name in names]
 
@@ -61,5 +61,7 @@ def names_of_index(index: Path) -> list[str]:
     weight_map = read_object(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in names):
-        raise CheckpointError(f"{index} is damaged: its weight_map is {weight_map!r:.80}")
+        raise CheckpointError(
+            f"{index} is damaged (its weight_map is {weight_map!r:.80}): download it again"
+        )
     return sorted(set(names))

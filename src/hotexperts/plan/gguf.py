@@ -51,7 +51,9 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, TensorSize]]:
     for header in headers:
         for tensor in header.tensors:
             if tensor.name in sizes:
-                raise CheckpointError(f"{path}: damaged: two tensors are called {tensor.name:.80}")
+                raise CheckpointError(
+                    f"{path}: damaged (two tensors are called {tensor.name:.80}): download it again"
+                )
             sizes[tensor.name] = TensorSize(tensor.tensor_type.name, int(tensor.n_bytes))
     return Config(str(path), _values(path, headers[0])), sizes
 
@@ -63,13 +65,15 @@ def _parts(path: Path) -> list[Path]:
         return [path]
     stem, count = found[1], int(found[3])
     if not 1 <= int(found[2]) <= count <= _MOST_FILES:
-        raise CheckpointError(f"{path}: no part of a split file has such a name")
+        raise CheckpointError(
+            f"{path}: no part of a split file has such a name: give the first, named as it was"
+        )
     parts = [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise CheckpointError(
-            f"{path.parent} lacks {len(missing)} of {count} parts, {missing[0]} first: is the "
-            "download complete?"
+            f"{path.parent} lacks {len(missing)} of {count} parts, {missing[0]} first: "
+            "download the rest"
         )
     return parts
 
@@ -144,9 +148,9 @@ def _values(path: Path, header: Any) -> dict[str, Any]:
         found = {name: _value(header, f"{prefix}.{key}") for name, key in _NAMES.items()}
         tokens = header.get_field("tokenizer.ggml.tokens")
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error!r:.120}") from error
+        raise CheckpointError(f"{path}: damaged ({error!r:.120}): download it again") from error
     if prefix is None:
-        raise CheckpointError(f"{path} does not say of which architecture it is")
+        raise CheckpointError(f"{path} does not say of which architecture it is: download it again")
     if found["vocab_size"] is None and tokens is not None:
         found["vocab_size"] = int(tokens.parts[_COUNT][0])
     return {name: _mean(value) for name, value in found.items() if value not in (None, 0)}

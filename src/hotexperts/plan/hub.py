@@ -13,14 +13,18 @@ from hotexperts.plan.folder import read_sizes, weight_files
 from hotexperts.plan.model import TensorSize
 from hotexperts.safetensors_header import checked_place
 
-_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+_ID = re.compile(r"(?:\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _HUB_SECONDS = 10
 _LOG_IN = "give a token that may read it (hf auth login, or HF_TOKEN)"
 
 
 def is_id(text: str) -> bool:
     """Whether a hub id may look so."""
-    return _ID.fullmatch(text) is not None and ".." not in text
+    return (
+        _ID.fullmatch(text) is not None
+        and not any(part in text for part in ("..", "--"))
+        and not text.endswith(".git")
+    )
 
 
 def read_repository(repo_id: str) -> tuple[Config, dict[str, TensorSize]]:
@@ -88,14 +92,14 @@ def _why(repo_id: str, error: BaseException) -> str:
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, errors.GatedRepoError):
-            return f"its terms must be accepted on its page on the hub first; then {_LOG_IN}"
+            return f"it has terms: accept them on its page on the hub, then {_LOG_IN}"
         if isinstance(cause, errors.RepositoryNotFoundError):
             return (
                 "neither a folder here nor a model of the hub, or a private one: "
                 f"check the name, or {_LOG_IN}"
             )
         if isinstance(cause, errors.RemoteEntryNotFoundError):
-            return "the hub's repository has no config.json"
+            return "the hub's repository has no config.json: give that of a model"
         if isinstance(cause, errors.NotASafetensorsRepoError):
             return "the hub's repository has no safetensors: download a GGUF file and give its path"
         if isinstance(cause, errors.OfflineModeIsEnabled):
@@ -112,7 +116,10 @@ def _why(repo_id: str, error: BaseException) -> str:
             "neither a folder here nor whole in the hub's cache, and the hub cannot be reached "
             f"({_first_line(causes[-1])}): check the name and the connection"
         )
-    return f"the hub's answer is damaged ({type(error).__name__}: {_first_line(error)})"
+    return (
+        f"the hub's answer is damaged ({type(error).__name__}: {_first_line(error)}): try again "
+        "later, or download the model and give its folder"
+    )
 
 
 def _is_no_answer(error: BaseException) -> bool:

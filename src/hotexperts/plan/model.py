@@ -92,13 +92,15 @@ def facts_of(
     num_experts, top_k = config.first(_NUM_EXPERTS), config.first(_TOP_K)
     if num_experts is None or top_k is None:
         raise UnsupportedModelError(
-            f"{name} is no Mixture-of-Experts model: {config.place} has none of "
-            f"{', '.join(_NUM_EXPERTS)} with {', '.join(_TOP_K)}"
+            f"{name} is no Mixture-of-Experts model ({config.place} has none of "
+            f"{', '.join(_NUM_EXPERTS)} with {', '.join(_TOP_K)}): give one that is"
         )
     per_layer, kinds = _experts(sizes)
     if not per_layer or not all(per_layer.values()):
         wanted = "blk.N...exps" if is_gguf else "...layers.N...experts..."
-        raise UnsupportedModelError(f"{name} has no tensors called '{wanted}'")
+        raise UnsupportedModelError(
+            f"{name} has no tensors called '{wanted}': give a checkpoint that names them so"
+        )
     _check_experts(config, sizes, num_experts)
     experts = sum(per_layer.values())
     return ModelFacts(
@@ -127,7 +129,7 @@ def _check_experts(config: Config, sizes: Mapping[str, TensorSize], num_experts:
     if numbers and max(numbers) + 1 != num_experts:
         raise CheckpointError(
             f"{config.place} says {num_experts} experts, the files have "
-            f"{max(numbers) + 1}: is the checkpoint whole, and is this its configuration?"
+            f"{max(numbers) + 1}: download both again"
         )
 
 
@@ -155,7 +157,10 @@ def _block_columns(config: Config) -> int:
     block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     found = block[0] if isinstance(block, list) and block else 1
     if type(found) is not int or found < 1:
-        raise CheckpointError(f"{config.place}: weight_block_size is {block!r:.60}: no counts")
+        raise CheckpointError(
+            f"{config.place}: weight_block_size is {block!r:.60}: counts were wanted: download it "
+            "again"
+        )
     return found
 
 

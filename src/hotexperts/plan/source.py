@@ -26,10 +26,15 @@ def read_facts(model: str | Path) -> ModelFacts:
         ModuleNotFoundError: the package that reads it is not installed.
     """
     name, path = str(model), Path(model)
-    if "\0" in name or any(
-        len(part.encode(errors="surrogatepass")) > _MOST_NAME_NBYTES for part in path.parts
+    if (
+        not name
+        or "\0" in name
+        or any(len(part.encode(errors="surrogatepass")) > _MOST_NAME_NBYTES for part in path.parts)
     ):
-        raise CheckpointError(f"{name!r:.80} is no name of a model")
+        raise CheckpointError(
+            f"{name!r:.80} is no name of a model: give a folder, a .gguf file, or a hub id such as "
+            "org/model"
+        )
     if path.suffix == ".gguf" and not path.is_dir():
         return facts_of(name, *read_gguf(path), is_gguf=True)
     if path.is_dir():

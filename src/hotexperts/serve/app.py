@@ -140,7 +140,9 @@ def _check_template(tokenizer: Any, arguments: dict[str, Any]) -> None:
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_ARGUMENTS}
     wrong = sorted(taken.intersection(arguments))
     if wrong:
-        raise Refusal(400, f"{wrong[0]} is not the template's", param="chat_template_kwargs")
+        raise Refusal(
+            400, f"{wrong[0]} is not the template's: leave it out", param="chat_template_kwargs"
+        )
 
 
 def _add_routes(app: Any, served: Served) -> None:
@@ -158,7 +160,11 @@ def _add_routes(app: Any, served: Served) -> None:
     async def model(request: Any) -> Any:
         name = request.path_params["name"]
         if name != served.name:
-            raise Refusal(404, f"the model {name[:200]!r} does not exist", code="model_not_found")
+            raise Refusal(
+                404,
+                f"the model {name[:200]!r} does not exist: take one that /v1/models lists",
+                code="model_not_found",
+            )
         return JSONResponse(served.list_models()[0])
 
     app.router.add_route("/metrics", metrics, methods=["GET"])
@@ -174,7 +180,10 @@ def _add_errors(app: Any) -> None:
         return JSONResponse(error.body(), error.status, error.headers)
 
     async def no_template(request: Any, error: TemplateError) -> Any:
-        message = f"the chat template does not take these messages: {str(error)[:200]}"
+        message = (
+            f"the chat template does not take these messages ({str(error)[:200]}): send roles in "
+            "an order that it takes"
+        )
         return await refused(request, Refusal(400, message, param="messages"))
 
     async def failed(request: Any, error: Exception) -> Any:

@@ -38,7 +38,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             refuse_field(f"{where}.tool_calls", "must be a list")
         checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
     elif message.get("content") is None:
-        refuse_field(where, "has no content")
+        refuse_field(where, "has no content: send some")
     if "tool_call_id" in given:
         if not isinstance(given["tool_call_id"], str):
             refuse_field(f"{where}.tool_call_id", "must be a text")

@@ -98,7 +98,11 @@ class Gate:
         path, method = scope["path"], scope["method"]
         allowed = "POST" if path in _POST else "GET"
         if path not in _POST + _GET and not path.startswith("/v1/models/"):
-            raise Refusal(404, f"there is no {path[:80]!r} here", code="unknown_url")
+            raise Refusal(
+                404,
+                f"there is no {path[:80]!r} here: use one of {', '.join(_POST + _GET)}",
+                code="unknown_url",
+            )
         if path.startswith("/v1/"):
             self._check_key(headers.get("authorization", ""))
         if method != allowed:

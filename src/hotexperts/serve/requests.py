@@ -80,9 +80,9 @@ def _read(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}") from error
+        raise Refusal(400, f"the body is no JSON ({str(error)[:200]}): send an object") from error
     if not isinstance(body, dict):
-        raise Refusal(400, "the body is no JSON object")
+        raise Refusal(400, "the body is no JSON object: send one")
     _check_values(body)
     return body
 
@@ -97,7 +97,7 @@ def _check_values(body: dict[str, Any]) -> None:
     while left:
         value, depth = left.pop()
         if depth > _MOST_DEPTH:
-            raise Refusal(400, f"the body is nested deeper than {_MOST_DEPTH} levels")
+            raise Refusal(400, f"the body is nested deeper than {_MOST_DEPTH} levels: send fewer")
         if isinstance(value, str):
             _check_characters(value)
         elif isinstance(value, dict):
@@ -111,7 +111,7 @@ def _check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise Refusal(
-            400, f"a text in the body has half a character at place {error.start}"
+            400, f"a text in the body has half a character at place {error.start}: send a whole one"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _check_model(wanted: Any, model: str) -> None:
     if wanted != model:
         raise Refusal(
             404,
-            f"the model {str(wanted)[:200]!r} does not exist: this server has {model!r}",
+            f"the model {str(wanted)[:200]!r} does not exist: take {model!r}",
             param="model",
             code="model_not_found",
         )

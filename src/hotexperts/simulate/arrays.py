@@ -71,17 +71,21 @@ def _load(path: Path) -> Arrays:
             wanted = (*NAMES, *GUESSES, *NEXT_LAYER)
             for entry in found.zip.infolist():
                 if entry.file_size > _MOST_NBYTES and entry.filename.removesuffix(".npy") in wanted:
-                    raise TraceError(f"{entry.filename} takes {entry.file_size} bytes unpacked")
+                    raise TraceError(
+                        f"{entry.filename} takes {entry.file_size} bytes unpacked, over the "
+                        f"{_MOST_NBYTES} of the largest trace: give fewer tokens"
+                    )
             return {name: found[name] for name in wanted if name in found}
     except UNREADABLE as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(f"cannot be read as .npz: {error}") from error
+        why = "no archive of plain arrays" if "pickle" in str(error) else error
+        raise TraceError(f"cannot be read as .npz ({why}): give the whole file") from error
 
 
 def _need(arrays: Arrays, name: str) -> npt.NDArray[Any]:
     if name not in arrays:
-        raise TraceError(f"array {name!r} is missing: the file holds {sorted(arrays)}")
+        raise TraceError(f"array {name!r} is missing: give it beside {sorted(arrays)}")
     return arrays[name]
 
 
@@ -124,7 +128,7 @@ def _meta(arrays: Arrays) -> dict[str, Any]:
     try:
         meta = json.loads(str(arrays["meta"]))
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"array 'meta': not JSON: {error}") from error
+        raise TraceError(f"array 'meta': not JSON ({error}): give a JSON object") from error
     if not isinstance(meta, dict):
         raise TraceError("array 'meta': give a JSON object")
     return meta

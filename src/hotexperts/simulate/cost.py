@@ -75,7 +75,7 @@ def expert_nbytes(meta: Mapping[str, Any], expert_mb: float | None = None) -> in
         TraceError: an `expert_nbytes` that is no such number of bytes.
     """
     if expert_mb is not None:
-        num_bytes = round(expert_mb * 1e6) if math.isfinite(expert_mb) else 0
+        num_bytes = round(expert_mb * 1e6) if math.isfinite(expert_mb * 1e6) else 0
         if not 1 <= num_bytes <= MOST_EXPERT_NBYTES:
             raise ConfigError(
                 f"an expert of {expert_mb:g} MB: give its 10^6 bytes, for example 9.4"

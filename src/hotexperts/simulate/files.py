@@ -23,7 +23,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     try:
         reader = READERS.get(path.suffix)
         if reader is None:
-            raise TraceError(f"unknown kind: the name ends in one of {', '.join(READERS)}")
+            raise TraceError(f"unknown kind: give a file that ends in one of {', '.join(READERS)}")
         return reader(path)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error

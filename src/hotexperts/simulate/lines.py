@@ -91,14 +91,14 @@ def _lines(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"cannot be read as text: {error}") from error
+        raise TraceError(f"cannot be read as text ({error}): give UTF-8") from error
 
 
 def _json_object(line: int, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _wrong(line, "event", f"not JSON: {error}") from error
+        raise _wrong(line, "event", f"not JSON ({error}): give an object") from error
     if not isinstance(value, dict):
         raise _wrong(line, "event", "give a JSON object")
     return value
@@ -113,9 +113,9 @@ def _json_meta(line: int, value: Any) -> dict[str, Any]:
 def _json_event(line: int, value: Mapping[str, Any]) -> _Event:
     for name in sorted(set(value) ^ FIELDS):
         if name in value:
-            raise _wrong(line, name, f"unknown: an event has {', '.join(sorted(FIELDS))}")
+            raise _wrong(line, name, f"unknown: give {', '.join(sorted(FIELDS))}")
         if name in COLUMNS:
-            raise _wrong(line, name, "missing")
+            raise _wrong(line, name, "missing: give one")
     experts, phase = value["experts"], value.get("phase", "decode")
     if not isinstance(experts, list):
         raise _wrong(line, "experts", f"{experts!r:.60}: give a list of ids")
@@ -163,14 +163,20 @@ def _trace(events: list[_Event], meta: Mapping[str, Any]) -> Trace:
     top_k = max(len(event.experts) for event in events)
     shape = (len(row_of), max(event.layer for event in events) + 1, top_k)
     if shape[0] * shape[1] * shape[2] > MAX_CELLS:
-        raise TraceError(f"{shape} tokens, layers and ids a token are over {MAX_CELLS} ids")
+        raise TraceError(
+            f"{shape} tokens, layers and ids a token are over {MAX_CELLS} ids: give fewer tokens"
+        )
     ids = np.full(shape, NOT_RECORDED, np.int32)
     first: dict[int, _Event] = {}
     for event in events:
         _check_same_token(event, first.setdefault(event.token, event))
         cell = ids[row_of[event.token], event.layer]
         if cell[0] != NOT_RECORDED:
-            raise _wrong(event.line, "layer", f"token {event.token} has {event.layer} already")
+            raise _wrong(
+                event.line,
+                "layer",
+                f"token {event.token} has {event.layer} already: give each once",
+            )
         cell[: len(event.experts)] = event.experts
     phase, seq = ([getattr(first[token], name) for token in row_of] for name in ("phase", "seq"))
     return Trace(ids, np.array(phase), np.array(seq), meta)
@@ -179,7 +185,11 @@ def _trace(events: list[_Event], meta: Mapping[str, Any]) -> Trace:
 def _check_same_token(event: _Event, first: _Event) -> None:
     for name in ("phase", "seq"):
         if getattr(event, name) != getattr(first, name):
-            raise _wrong(event.line, name, f"line {first.line} of the same token has another")
+            raise _wrong(
+                event.line,
+                name,
+                f"line {first.line} of the same token has another: give one for each token",
+            )
 
 
 def _wrong(line: int, name: str, why: str) -> TraceError:

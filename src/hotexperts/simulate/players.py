@@ -33,8 +33,8 @@ def player(name: str, num_layers: int, rules: Rules) -> Create:
 def _pooled(name: str, num_layers: int, rules: Rules) -> Create:
     if name not in POOLED:
         raise ConfigError(
-            f"policy {name!r} has no score that layers can share: in pool 'global' give one of "
-            f"{', '.join(POOLED)}, or pool 'layer'"
+            f"policy {name!r} has no score that layers can share: give pool 'layer', or one of "
+            f"{', '.join(POOLED)}"
         )
     chosen = POOLED[name]
     kind = _listed(name, chosen) if rules.ties == "listed" else chosen

@@ -94,7 +94,7 @@ def _frozen_ints(name: str, values: Any) -> Ints:
         raise TraceError(f"array {name!r}: {found.dtype} values: give integers")
     info = np.iinfo(np.int32)
     if found.size and (int(found.min()) < info.min or int(found.max()) > info.max):
-        raise TraceError(f"array {name!r}: a value does not fit into 32 bits")
+        raise TraceError(f"array {name!r}: a value does not fit 32 bits: give one that does")
     ints = found.astype(np.int32)
     ints.flags.writeable = False
     return ints
@@ -106,7 +106,9 @@ def _check_shapes(trace: Trace) -> None:
             f"array 'ids': shape {trace.ids.shape}: give [token, layer, k], none of them 0"
         )
     if trace.ids.size > MAX_CELLS:
-        raise TraceError(f"array 'ids': shape {trace.ids.shape} is over {MAX_CELLS} ids")
+        raise TraceError(
+            f"array 'ids': shape {trace.ids.shape} is over {MAX_CELLS} ids: give fewer tokens"
+        )
     for name, array in (("phase", trace.phase), ("seq", trace.seq)):
         if array.shape != trace.ids.shape[:1]:
             raise TraceError(
@@ -117,13 +119,13 @@ def _check_shapes(trace: Trace) -> None:
 
 def _check_values(trace: Trace) -> None:
     bad = (trace.ids < NOT_RECORDED) | (trace.ids > MAX_EXPERT)
-    _refuse_first("ids", bad, trace.ids, f"ids are 0 to {MAX_EXPERT}, or -1 for not recorded")
+    _refuse_first("ids", bad, trace.ids, f"give 0 to {MAX_EXPERT}, or -1 for none")
     in_order = np.sort(trace.ids, axis=2)
     twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != NOT_RECORDED)
-    _refuse_first("ids", twice, in_order, "a token asks for an expert only once a layer")
-    _refuse_first("phase", (trace.phase >> 1) != 0, trace.phase, "0 is prefill and 1 is decode")
+    _refuse_first("ids", twice, in_order, "give an expert only once a layer")
+    _refuse_first("phase", (trace.phase >> 1) != 0, trace.phase, "give 0 for prefill, 1 for decode")
     if trace.ids.max() == NOT_RECORDED:
-        raise TraceError("array 'ids': nothing is recorded")
+        raise TraceError("array 'ids': nothing is recorded: give at least one id")
 
 
 def _checked_guesses(trace: Trace, tap: str) -> Ints:
@@ -137,10 +139,10 @@ def _checked_guesses(trace: Trace, tap: str) -> Ints:
             f"{trace.ids.shape[:2]} tokens and layers of 'ids'"
         )
     bad = (found < NOT_RECORDED) | (found >= trace.num_experts)
-    _refuse_first(name, bad, found, f"ids are 0 to {trace.num_experts - 1}, or -1")
+    _refuse_first(name, bad, found, f"give 0 to {trace.num_experts - 1}, or -1")
     in_order = np.sort(found, axis=2)
     twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != NOT_RECORDED)
-    _refuse_first(name, twice, in_order, "an expert has only one rank")
+    _refuse_first(name, twice, in_order, "give an expert one rank")
     return found
 
 
@@ -159,4 +161,6 @@ def _check_num_experts(trace: Trace) -> None:
     if not isinstance(given, int) or isinstance(given, bool) or given > MAX_EXPERT + 1:
         raise TraceError(f"meta, field 'n_experts': {given!r}: give the experts of a layer")
     if given <= highest:
-        raise TraceError(f"meta, field 'n_experts': {given}, but 'ids' holds {highest}")
+        raise TraceError(
+            f"meta, field 'n_experts': {given}, but 'ids' holds {highest}: give more than that"
+        )

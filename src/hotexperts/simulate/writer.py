@@ -116,7 +116,10 @@ class TraceWriter:
             return
         try:
             if not self.num_tokens:
-                raise TraceError(f"{self._path}: nothing was recorded, so nothing is written")
+                raise TraceError(
+                    f"{self._path}: nothing was recorded, so nothing is written: record a prompt "
+                    "of at least one token"
+                )
             if self._num_saved != self.num_tokens:
                 self.save()
         finally:
@@ -179,7 +182,10 @@ class TraceWriter:
         given = {name: array.shape[1:] for name, array in arrays.items()}
         expected = {name: spool.row_shape for name, spool in self._arrays.items()} or given
         if given != expected:
-            raise TraceError(f"arrays of shapes {given} a token, after tokens of {expected}")
+            raise TraceError(
+                f"arrays of shapes {given} a token, after tokens of {expected}: append the same "
+                "for each"
+            )
         num_ids = (self.num_tokens + len(arrays["ids"])) * arrays["ids"][0].size
         if num_ids > MAX_CELLS:
             raise TraceError(f"a trace of over {MAX_CELLS} ids is not read again: begin another")

@@ -23,6 +23,7 @@ from hotexperts.formats import ExpertLayout
 from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
+from hotexperts.integrations.transformers.identity import model_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.integrations.transformers.prefetching import give_guesses
 from hotexperts.sizing import (
@@ -109,6 +110,7 @@ def attach_stores(
         load_seconds=time.perf_counter() - start,
         store_reason=store_reason,
         prefetch=options.cache.prefetch,
+        model=model_digest(model, (layer.name for layer in found)),
     )
 
 

@@ -19,7 +19,7 @@ from hotexperts.integrations.transformers.experts import NAME
 
 _REFUSED = {
     "save_pretrained": "would write a checkpoint without its experts: copy the original instead",
-    "push_to_hub": "would upload a checkpoint without its experts",
+    "push_to_hub": "would upload a checkpoint without its experts: upload the original",
     "add_adapter": "and training need the experts as parameters: load without an expert cache",
     "load_adapter": "needs the experts as parameters: load without an expert cache",
     "load_state_dict": "would leave its experts as they are: load the other checkpoint instead",

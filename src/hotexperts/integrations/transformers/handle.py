@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hotexperts.cache import StreamBanks, warm_start
 from hotexperts.cache.packed_store import PackedBackingStore, describe_packing
@@ -34,6 +33,7 @@ class ExpertCache:
             8 of 64 experts a layer in 1.2 GiB of memory"; None where that was asked for and says
             all.
         prefetch: "router", "lift" or "off".
+        model: a digest of some of the model's weights, which another checkpoint has not.
     """
 
     names: tuple[str, ...]
@@ -49,6 +49,7 @@ class ExpertCache:
     load_seconds: float
     store_reason: str | None = None
     prefetch: str = "off"
+    model: str | None = None
 
     def __repr__(self) -> str:
         experts = min(provider.store.num_experts for provider in self.providers)
@@ -162,8 +163,8 @@ class ExpertCache:
     def _by_name(self) -> dict[str, StreamingProvider]:
         return dict(zip(self.names, self.providers, strict=True))
 
-    def _about(self) -> dict[str, Any]:
-        return {"policy": self.policy, "mode": self.mode, "capacity": self.capacity}
+    def _about(self) -> warm_start.About:
+        return warm_start.About(self.policy, self.mode, self.capacity, self.model)
 
     def reset_stats(self) -> None:
         """Set the counters to zero; the slots keep their experts."""

@@ -157,7 +157,9 @@ def _load(
     try:
         result = original(model, state_dict, files, load_config, *rest)
     except SafetensorError as error:
-        raise CheckpointError(f"{Path(files[0]).parent}: cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{Path(files[0]).parent}: cannot be read ({error}): download it again"
+        ) from error
     except RuntimeError as error:
         if "unable to mmap" not in str(error):  # the safetensors package maps for writing
             raise
@@ -215,8 +217,8 @@ def _single_device(load_config: Any) -> torch.device:
     devices = set((load_config.device_map or {"": "cpu"}).values())
     if len(devices) != 1:
         raise UnsupportedOperationError(
-            f"device_map places the model on {sorted(map(str, devices))}: an expert cache needs "
-            'one device, for example device_map="cuda"'
+            f"device_map places the model on {sorted(map(str, devices))}, and an expert cache "
+            'needs one device: give one, such as device_map="cuda"'
         )
     (where,) = devices
     try:

@@ -20,7 +20,7 @@ _NOT_WITH_A_CACHE = {
         ("device_map", "tp_plan", "tp_size", "distributed_config", "device_mesh"),
         "give device='cuda' or 'cpu'",
     ),
-    "state_dict": "experts are read from the checkpoint's files",
+    "state_dict": "save the weights as a checkpoint, and load that",
     "config": "give the values to change by name, such as max_position_embeddings=1024",
     "experts_implementation": "give experts_algorithm",
     "gguf_file": "only safetensors files are read: convert the checkpoint",

@@ -147,7 +147,7 @@ class RoutingRecorder:
             if rows.num_filled != num_tokens:
                 raise UnsupportedModelError(
                     f"{rows.name} saw {rows.num_filled} of {num_tokens} tokens, or saw them in "
-                    "several calls: its routing cannot be recorded"
+                    "several calls, which is not recorded: record another model"
                 )
         self._steps.append(self._num_tokens)
         self._num_done = num_tokens
@@ -184,8 +184,8 @@ class _Rows:
         """Copy `values`, whose rows are those of `num_tokens` tokens, behind what is there."""
         if values.numel() % num_tokens:
             raise UnsupportedModelError(
-                f"{self.name} sees other tokens than the model is fed: its routing cannot be "
-                "recorded"
+                f"{self.name} sees other tokens than the model is fed, which is not recorded: "
+                "record another model"
             )
         rows = values.detach().reshape(num_tokens, -1)
         begin, self.num_filled = self.num_filled, self.num_filled + num_tokens

@@ -94,7 +94,8 @@ def _require_hub(path_or_id: str | Path, name: str, options: dict[str, Any]) -> 
     except Exception as error:  # of whichever HTTP client this version of the hub's package has
         raise CheckpointError(
             f"{path_or_id}: no such folder here, and the hub cannot be reached to look for a model "
-            f"of that name: {first_line(error)}"
+            f"of that name ({first_line(error)}): mend the path or the network "
+            "(HF_HUB_OFFLINE=1 takes what was downloaded)"
         ) from error
 
 
@@ -111,7 +112,8 @@ def _dequantise(path_or_id: str | Path, config: Any) -> None:
     if method not in DEQUANTISED:
         raise UnsupportedModelError(
             f"{path_or_id}: quantised by {method!r}, which an expert cache on Transformers does "
-            f"not read: take a plain checkpoint, or one of {', '.join(_READ)}"
+            f"not read: take a plain checkpoint, one of {', '.join(_READ)}, or serve this one with "
+            "vLLM"
         )
     quantization["dequantize"] = True
 
@@ -127,7 +129,7 @@ def require_complete(path_or_id: str | Path, info: dict[str, Any]) -> None:
         if names:
             raise CheckpointError(
                 f"{path_or_id}: {len(names)} {kind.replace('_keys', '')} tensors, first "
-                f"{names[0]}: the checkpoint is incomplete, or of another model"
+                f"{names[0]}: download the checkpoint again, or give the folder of this model"
             )
 
 
@@ -151,8 +153,8 @@ def not_of_the_class(config: Any, auto_class: Any) -> str:
     """What to say of a model that the class asked for cannot load."""
     wanted = "AutoModelForCausalLM" if auto_class is None else auto_class.__name__
     return (
-        f"{wanted} loads no {config.model_type} model: from Python, load(auto_class=...) takes the "
-        "class that does, such as AutoModelForImageTextToText"
+        f"{wanted} loads no {config.model_type} model: give load(auto_class=...) the class that "
+        "does, such as AutoModelForImageTextToText; the commands load causal language models alone"
     )
 
 

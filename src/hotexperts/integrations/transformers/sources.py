@@ -17,6 +17,8 @@ from hotexperts.integrations.transformers.plain_view import TensorFile
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+_AGAIN = "download it again, or give the folder of this model"
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -144,14 +146,13 @@ def _check_numbers(what: str, numbers: list[int], num_experts: int) -> None:
     if missing:
         raise CheckpointError(
             f"{what}: the checkpoint has no tensor of expert {missing[0]}, and lacks "
-            f"{len(missing)} of {num_experts} experts: it is incomplete, or of another model"
+            f"{len(missing)} of {num_experts} experts: {_AGAIN}"
         )
     if beyond or len(numbers) != num_experts:
         twice = next((n for n in numbers if numbers.count(n) > 1), None)
         fault = f"expert {beyond[0]}" if beyond else f"two tensors of expert {twice}"
         raise CheckpointError(
-            f"{what}: the checkpoint has {fault}, the model has {num_experts} experts: it is of "
-            "another model"
+            f"{what}: the checkpoint has {fault}, the model has {num_experts} experts: {_AGAIN}"
         )
 
 
@@ -160,8 +161,8 @@ def _check_shapes(what: str, sources: list[Source]) -> None:
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"{what}: expert 0 has shape {list(shapes[0])}, expert {other} {list(shapes[other])}: "
-            "the checkpoint is corrupt, or of another model"
+            f"{what}: expert 0 has shape {list(shapes[0])}, expert {other} {list(shapes[other])} "
+            f"in the checkpoint: {_AGAIN}"
         )
 
 
@@ -170,7 +171,8 @@ def _check_stacked(what: str, sources: list[Source], num_experts: int) -> None:
     if len(sources) != 1 or shape[:1] != (num_experts,):
         raise UnsupportedModelError(
             f"{what} is stored in {len(sources)} tensors, the first of shape {list(shape)}, for "
-            f"{num_experts} experts: one expert cannot be read alone"
+            f"{num_experts} experts, so that one cannot be read alone: load this model without an "
+            "expert cache"
         )
 
 

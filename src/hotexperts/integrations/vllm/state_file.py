@@ -82,7 +82,7 @@ def state_path(name: str | None, parallel: Any, rank: int) -> Path | None:
     return Path(name if parallel.world_size == 1 else f"{name}.rank{rank}")
 
 
-def _about(caches: ModelCaches) -> dict[str, Any]:
+def _about(caches: ModelCaches) -> warm_start.About:
     provider = next(iter(caches.providers.values()))
     mode = "device" if isinstance(provider, DeviceWeightProvider) else "host"
-    return {"policy": caches.options.cache.policy, "mode": mode, "capacity": caches.capacity}
+    return warm_start.About(caches.options.cache.policy, mode, caches.capacity)
