@@ -152,7 +152,7 @@ def test_a_link_stays_and_its_state_is_written_where_it_leads(tmp_path: Path) ->
     target.parent.mkdir()
     link.symlink_to(target)
     for capacity in (3, 4):  # it leads to nothing, then to a state
-        warm_start.save(link, {}, {"capacity": capacity})
+        warm_start.save(link, {}, warm_start.About("lru", "host", capacity))
         assert link.is_symlink()
         assert json.loads(target.read_text())["capacity"] == capacity
         assert list(target.parent.iterdir()) == [target]
@@ -161,21 +161,21 @@ def test_a_link_stays_and_its_state_is_written_where_it_leads(tmp_path: Path) ->
 def test_a_device_is_not_replaced_by_a_state(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe is no file: name another one"):
-        warm_start.save(tmp_path / "pipe", {}, {})
+        warm_start.save(tmp_path / "pipe", {}, ABOUT)
     assert (tmp_path / "pipe").is_fifo()
 
 
 def test_an_interrupt_while_a_state_is_saved_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warm_start.save(tmp_path / "state", {}, {"capacity": 3})
+    warm_start.save(tmp_path / "state", {}, warm_start.About("lru", "host", 3))
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        warm_start.save(tmp_path / "state", {}, {"capacity": 4})
+        warm_start.save(tmp_path / "state", {}, warm_start.About("lru", "host", 4))
     assert list(tmp_path.iterdir()) == [tmp_path / "state"]
     assert json.loads((tmp_path / "state").read_text())["capacity"] == 3
 
