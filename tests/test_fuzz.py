@@ -180,8 +180,8 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def with_length(header: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + bytes(22)
+def with_length(header: bytes, data: bytes = bytes(22)) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
 
 
 EXPERT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -224,6 +224,66 @@ def test_configurations(config: Any, index: Any) -> None:
         raises_ours(read_facts, folder)
         (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
         raises_ours(read_facts, folder)
+
+
+PACKED = {
+    "gptq": {"bits": 4, "group_size": 8, "desc_act": False, "checkpoint_format": "gptq"},
+    "awq": {"bits": 4, "group_size": 8, "version": "gemm"},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "group_size": 8}}},
+    },
+}
+PACKED_SHAPES = {  # of eight outputs and sixteen inputs
+    "gptq": {"qweight": [2, 8], "qzeros": [2, 1], "scales": [2, 8], "g_idx": [16]},
+    "awq": {"qweight": [16, 1], "qzeros": [2, 1], "scales": [2, 8]},
+    "compressed-tensors": {"weight_packed": [8, 2], "weight_scale": [8, 2], "weight_shape": [2]},
+}
+
+
+@pytest.mark.parametrize("method", PACKED)
+def test_packed_weights(method: str) -> None:
+    """The configuration, the tensors' shapes and their bytes."""
+    pytest.importorskip("transformers")
+    from tempfile import TemporaryDirectory
+    from types import SimpleNamespace
+
+    from hotexperts.integrations.transformers.plain_view import ATTRIBUTE, open_files
+
+    def read(config: Any, shapes: Any, byte: int) -> Any:
+        header, end = {}, 0
+        for name, shape in shapes.items():
+            is_scale, begin = name.endswith(("scales", "scale")), end
+            end += int(np.prod(shape)) * (2 if is_scale else 4)
+            about = {"dtype": "F16" if is_scale else "I32", "data_offsets": [begin, end]}
+            header[f"m.{name}"] = {**about, "shape": shape}
+        content = bytearray([byte] * end)
+        if "weight_shape" in shapes and byte < 128 and shapes["weight_shape"] == [2]:
+            content[-8:] = np.array([8, 16], dtype=np.int32).tobytes()
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.safetensors"
+            path.write_bytes(with_length(as_json(header), content))
+            config = SimpleNamespace(**{ATTRIBUTE: config})
+            found = raises_ours(open_files, config, [path])
+            weight = found[0].get("m.weight") if found is not None else None
+            return weight and raises_ours(weight.tensor, "m.weight")
+
+    shapes = PACKED_SHAPES[method]
+    config = {"quant_method": method, **PACKED[method]}
+    assert read(config, shapes, 0).shape == (8, 16)
+    other_sizes = st.sampled_from(sorted(shapes)).flatmap(
+        lambda name: st.lists(st.integers(0, 17), max_size=3).map(lambda s: {**shapes, name: s})
+    )
+
+    @fuzzed
+    @given(changed(PACKED[method]), other_sizes, st.integers(0, 255))
+    def check(values: Any, sizes: Any, byte: int) -> None:
+        if isinstance(values, dict):
+            read({**values, "quant_method": method}, shapes, byte)
+        read(config, sizes, byte)
+        read(config, shapes, byte)
+
+    check()
 
 
 def test_headers_of_gguf(tmp_path: Path) -> None:

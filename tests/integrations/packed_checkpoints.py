@@ -58,6 +58,7 @@ class Format:
             "symmetric": self.is_symmetric,
             "strategy": "channel" if self.group is None else "group",
             "group_size": self.group,
+            "actorder": "group" if self.is_shuffled else None,
         }
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
         return {
@@ -85,6 +86,7 @@ FORMATS = {
     "compressed-zeros": Format("compressed-tensors", is_symmetric=False, group=16),
 }
 SHUFFLED = replace(GPTQ, is_shuffled=True)
+SHUFFLED_ZEROS = replace(FORMATS["compressed-zeros"], is_shuffled=True)
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ def written(found: Quantised, form: Format) -> Tensors:
         "weight_scale": found.scales,
         "weight_shape": torch.tensor(found.codes.shape),
     }
+    if form.is_shuffled:
+        tensors["weight_g_idx"] = found.order.int()
     if not form.is_symmetric:
         tensors["weight_zero_point"] = words(found.zeros.T, bits).T
     return tensors

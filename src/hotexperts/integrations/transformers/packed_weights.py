@@ -7,7 +7,7 @@ a weight's zero points are in the middle, it has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -15,25 +15,18 @@ from typing import Any, NoReturn
 import torch
 
 from hotexperts.errors import CheckpointError
-from hotexperts.integrations.transformers.schemes import AWQ, COMPRESSED, GPTQ, Kind, Scheme
+from hotexperts.integrations.transformers.schemes import (
+    AWQ,
+    COMPRESSED,
+    GPTQ,
+    NAMES,
+    NEEDED,
+    Kind,
+    Scheme,
+)
 
-_NEEDED = {GPTQ: ("codes", "scales", "zeros"), AWQ: ("codes", "scales", "zeros")}
-_NEEDED[COMPRESSED] = ("codes", "scales", "shape")
 _ROWS_AT_A_TIME = 4096  # for memory's sake: a head has a row for each token there is
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-NAMES: dict[str, Mapping[str, str]] = {
-    GPTQ: {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "order": "g_idx"},
-    AWQ: {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
-    COMPRESSED: {
-        "codes": "weight_packed",
-        "scales": "weight_scale",
-        "zeros": "weight_zero_point",
-        "order": "weight_g_idx",
-        "shape": "weight_shape",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,9 @@ class PackedWeight:
     files: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for part in _NEEDED[self.scheme.method]:
-            if not self._has(part):
-                there = ", ".join(sorted(self.files))
-                raise CheckpointError(
-                    f"{self.name}: the checkpoint has {there} of this weight, and no "
-                    f"{self._suffix(part)}: it is incomplete, or not {self.scheme.method}"
-                )
+        self._require(NEEDED[self.scheme.method])
         self._check_dtypes()
+        self._require(("order",) if self.kind.has_order else ())
         for part, wanted in self._wanted_shapes().items():
             if self._has(part) and self._shape(part) != wanted:
                 self._refuse(part, f"has shape {list(self._shape(part))}", f"{list(wanted)}")
@@ -180,6 +168,15 @@ class PackedWeight:
         """Hand its pages back."""
         for suffix, file in self.files.items():
             file.release(f"{self.name}.{suffix}")
+
+    def _require(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            if not self._has(part):
+                there = ", ".join(sorted(self.files))
+                raise CheckpointError(
+                    f"{self.name}: the checkpoint has {there} of this weight, and no "
+                    f"{self._suffix(part)}: it is incomplete, or not {self.scheme.method}"
+                )
 
     def _check_dtypes(self) -> None:
         for part in ("codes", "zeros"):

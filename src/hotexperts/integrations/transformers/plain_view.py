@@ -15,8 +15,8 @@ import torch
 
 from hotexperts.cache.safetensors_file import SafetensorsFile, TensorEntry
 from hotexperts.errors import CheckpointError
-from hotexperts.integrations.transformers.packed_weights import NAMES, PackedWeight
-from hotexperts.integrations.transformers.schemes import Scheme
+from hotexperts.integrations.transformers.packed_weights import PackedWeight
+from hotexperts.integrations.transformers.schemes import NAMES, Scheme
 
 ATTRIBUTE = "hotexperts_quantisation"  # of a configuration whose quantization_config was taken
 

@@ -14,6 +14,23 @@ from hotexperts.errors import CheckpointError
 
 GPTQ, AWQ, COMPRESSED = METHODS = ("gptq", "awq", "compressed-tensors")
 WHOLE_ROW = 0  # as the size of a group
+# What a method calls the tensors of a weight, after the module's name, and which have to be there.
+NAMES: dict[str, Mapping[str, str]] = {
+    GPTQ: {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "order": "g_idx"},
+    AWQ: {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
+    COMPRESSED: {
+        "codes": "weight_packed",
+        "scales": "weight_scale",
+        "zeros": "weight_zero_point",
+        "order": "weight_g_idx",
+        "shape": "weight_shape",
+    },
+}
+NEEDED = {
+    GPTQ: ("codes", "scales", "zeros"),
+    AWQ: ("codes", "scales", "zeros"),
+    COMPRESSED: ("codes", "scales", "shape"),
+}
 
 
 class Kind(NamedTuple):
@@ -22,10 +39,12 @@ class Kind(NamedTuple):
     Attributes:
         bits: of a code.
         group_size: inputs that share a scale; WHOLE_ROW is all of them.
+        has_order: groups are not of inputs side by side, and a tensor says each input's.
     """
 
     bits: int
     group_size: int
+    has_order: bool = False
 
     def num_groups(self, num_inputs: int) -> int:
         """Scales of one output; the last one may be for fewer inputs."""
@@ -68,7 +87,7 @@ class _Fields(NamedTuple):
     values: Mapping[str, Any]
 
     def require(self, name: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
-        """A value, or what stands for none."""
+        """A value, or what stands for none of them."""
         value = self.values.get(name)
         value = default if value is None else value
         if value not in wanted or type(value) is not type(wanted[wanted.index(value)]):
@@ -113,7 +132,8 @@ def _gptq(fields: _Fields) -> Scheme:
         modules = fields.nested("dynamic").values
         if not all(name.startswith("-:") for name in modules):
             raise fields.wrong("dynamic", "only of modules that are left out ('-:...')")
-    kind = Kind(bits, fields.group_size("group_size"))
+    has_order = fields.require("desc_act", (False, True), False)
+    kind = Kind(bits, fields.group_size("group_size"), has_order)
     return Scheme(GPTQ, (kind,), 1 if versions == {GPTQ} else 0)
 
 
@@ -148,7 +168,9 @@ def _compressed_kind(fields: _Fields, group: _Fields) -> Kind:
     default = "channel" if weights.values.get("group_size") in (None, -1) else "group"
     if weights.require("strategy", ("group", "channel"), default) == "channel":
         return Kind(bits, WHOLE_ROW)
-    return Kind(bits, weights.group_size("group_size"))
+    orders = (None, "group", "weight", "static", "dynamic")
+    has_order = weights.require("actorder", orders) in ("group", "dynamic")
+    return Kind(bits, weights.group_size("group_size"), has_order)
 
 
 _READERS: dict[str, Callable[[_Fields], Scheme]] = {
