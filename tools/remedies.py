@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _CHECKPOINT = "download the checkpoint again, and give the folder of the model it belongs to"
+_GGUF = "download the file again, and every part of a split one"
 _REPORT = "it is a bug of hotexperts or of a policy of yours: please report it"
 _WHOLE = "give the folder of a whole checkpoint: `config.json` and its .safetensors files"
 _ROUTING = "record without what is refused, or another model"
@@ -12,6 +13,7 @@ _AREAS_OF_FILES = "run the command that wrote it again with `--json`, and give i
 
 MODULES = {  # for what else a module says
     "fields": _AREAS_OF_FILES,
+    "gguf_header": _GGUF,
     "integrations.transformers.checkpoint": _CHECKPOINT,
     "integrations.transformers.integers": _CHECKPOINT,
     "integrations.transformers.packed_weights": _CHECKPOINT,
@@ -21,7 +23,7 @@ MODULES = {  # for what else a module says
     "kernels.plan.layout": "delete the file of the state, or name another",
     "plan.config": _WHOLE,
     "plan.folder": _WHOLE,
-    "plan.gguf": "download the file again, and every part of a split one",
+    "plan.gguf": _GGUF,
     "plan.hub": (
         "check the name and the connection; a private or gated model needs its terms accepted and "
         "a token (`hf auth login`, or `HF_TOKEN`)"
