@@ -53,7 +53,13 @@ def read_header(path: Path) -> Any:
         CheckpointError: missing, truncated or damaged.
         ModuleNotFoundError: the package is not installed.
     """
-    from gguf import GGUFReader, GGUFValueType
+    try:
+        from gguf import GGUFReader, GGUFValueType
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}: it reads GGUF: pip install -e '.[gguf]' in the source folder",
+            name=error.name,
+        ) from error
 
     class Reader(GGUFReader):  # type: ignore[misc]
         """Refuses what lies beyond the file's end, where the package would go on with nothing.

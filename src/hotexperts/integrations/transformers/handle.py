@@ -34,6 +34,8 @@ class ExpertCache:
             8 of 64 experts a layer in 1.2 GiB of memory"; None where that was asked for and says
             all.
         prefetch: "router", "lift" or "off".
+        dequantised: what the checkpoint quantised experts by that became plain as it was read, as
+            "GGUF Q4_K, GGUF Q6_K"; empty where nothing was, or fp8 or mxfp4.
     """
 
     names: tuple[str, ...]
@@ -49,6 +51,7 @@ class ExpertCache:
     load_seconds: float
     store_reason: str | None = None
     prefetch: str = "off"
+    dequantised: str = ""
 
     def __repr__(self) -> str:
         experts = min(provider.store.num_experts for provider in self.providers)
