@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 _CHECKPOINT = "download the checkpoint again, and give the folder of the model it belongs to"
+_GGUF = "download the file again, and every part of a split one"
 _REPORT = "it is a bug of hotexperts or of a policy of yours: please report it"
 _STATE = "delete the file of the state, or name another"  # as the line around these says
 
 MODULES = {  # for what else a module says
+    "gguf_header": _GGUF,
     "integrations.transformers.checkpoint": _CHECKPOINT,
+    "integrations.transformers.gguf_checkpoint": _GGUF,
+    "integrations.transformers.gguf_config": _GGUF,
+    "integrations.transformers.gguf_weights": _GGUF,
     "integrations.transformers.integers": _CHECKPOINT,
     "integrations.transformers.packed_weights": _CHECKPOINT,
     "integrations.transformers.plain_view": _CHECKPOINT,

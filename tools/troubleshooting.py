@@ -62,10 +62,12 @@ AREAS = (  # a message goes where the longest beginning of its module is
         (
             "integrations.transformers",
             "cli.text",
+            "cache.mapped_file",
             "cache.safetensors",
             "cache.file",
             "cache.store",
             "safetensors_header",
+            "gguf_header",
         ),
     ),
     Area(

@@ -61,6 +61,7 @@ def test_greedy_output_is_the_resident_model_s(
         "packing": "none",
         "packing_report": "",
         "expert_dtype": "none",
+        "dequantised": "",
         "relative_errors": {},
         "prefetch": "off",
         "mode": "host",

@@ -477,6 +477,7 @@ def test_where_vllm_is_installed_it_serves(vllm: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("m.gguf",), "m.gguf: vLLM with hotexperts reads no GGUF: take --engine transformers"),
         (("m", "--device", "cuda:1"), "--device cannot be had with vLLM: leave it out, or take"),
         (("m", "--expert-dtype", "int8"), "--expert-dtype cannot be had with vLLM: leave it out"),
         (("m", "--max-body", "1MiB", "--cache-mode", "host"), "--cache-mode, --max-body cannot"),

@@ -286,7 +286,11 @@ def test_options_of_from_pretrained_reach_the_configuration(olmoe: Path) -> None
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[HotExpertsError], str]] = {
     "config": ({"config": object()}, UnsupportedOperationError, "config does not work"),
-    "gguf": ({"gguf_file": "x.gguf"}, UnsupportedOperationError, "only safetensors"),
+    "gguf": (
+        {"gguf_file": "x.gguf"},
+        UnsupportedOperationError,
+        "give the path of the file itself",
+    ),
     "experts": ({"experts_implementation": "eager"}, UnsupportedOperationError, "_algorithm"),
     "quantise": (
         {"quantization_config": {"a": 1}},

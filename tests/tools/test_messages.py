@@ -94,7 +94,7 @@ def test_every_error_of_the_source_is_read() -> None:
     for path in reader.FOLDER.rglob("*.py"):
         module = ".".join(path.relative_to(reader.FOLDER).with_suffix("").parts)
         errors = {name for name in raised.findall(path.read_text()) if name.endswith("Error")}
-        ours = errors - {"ValueError", "TypeError", "AttributeError"}
+        ours = errors - {"ValueError", "TypeError", "AttributeError", "ModuleNotFoundError"}
         found = {said.error for said in FOUND if said.module == module.removesuffix(".__init__")}
         assert ours <= found | PASSED_ON.get(module, set()), module
 

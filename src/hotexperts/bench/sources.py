@@ -22,6 +22,7 @@ from hotexperts.cache.packed_store import check_packable
 from hotexperts.config import DEFAULT_RAM_POLICY, CacheConfig
 from hotexperts.errors import ConfigError
 from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.transformers.gguf_checkpoint import from_where
 from hotexperts.integrations.transformers.load import hook_loading
 from hotexperts.integrations.transformers.modules import find_experts
 from hotexperts.integrations.transformers.repository import read_config
@@ -235,13 +236,12 @@ def resident_model(
         trust_remote_code: run Python code of the checkpoint.
         **more: for `from_pretrained`.
     """
-    from transformers import AutoModelForCausalLM
-
     trust = {"trust_remote_code": trust_remote_code}
     config, _ = read_config(path, dict(trust))
     hook_loading()  # which reads packed weights
-    return AutoModelForCausalLM.from_pretrained(
-        path,
+    model_class, where = from_where(path, config)
+    return model_class.from_pretrained(
+        **where,
         config=config,
         dtype=dtype,
         device_map={"": device},

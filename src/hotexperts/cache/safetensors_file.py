@@ -7,15 +7,13 @@ touched.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from hotexperts.cache.mapped_file import MappedFile
 from hotexperts.errors import CheckpointError
 from hotexperts.safetensors_header import read_header
 
@@ -67,13 +65,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                # Read-only: the system promises memory for every page that may be written.
-                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}): download it again") from error
-        self._bytes = _as_tensor(self._pages)
+        self._mapped = MappedFile(path)
         self.entries = {
             name: TensorEntry(_DTYPES.get(place.dtype, place.dtype), *place[1:])
             for name, place in read_header(path).items()
@@ -95,27 +87,10 @@ class SafetensorsFile:
             )
         if math.prod(entry.shape) == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        flat = self._bytes[entry.begin : entry.end]
-        if entry.begin % entry.dtype.itemsize:  # the format allows it, torch does not
-            flat = flat.clone()
-        return flat.view(entry.dtype).view(entry.shape)
+        # The format allows tensors that are not aligned.
+        return self._mapped.view(entry.begin, entry.end, entry.dtype).view(entry.shape)
 
     def release(self, name: str) -> None:
         """Hand the pages of one tensor back to the system; reading it again reads the file."""
         entry = self.entries[name]
-        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages inside the tensor
-        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin:
-            self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-
-def _as_tensor(pages: mmap.mmap) -> torch.Tensor:
-    """The mapping as uint8; it stays mapped while a view of the tensor lives.
-
-    `torch.frombuffer` warns about read-only memory, and a filter would hide that from other
-    threads' code too; a ctypes array over the same address is not read-only for it.
-    """
-    view = np.frombuffer(pages, dtype=np.uint8)
-    array = (ctypes.c_uint8 * len(pages)).from_address(view.ctypes.data)
-    array.keeps_mapped = view  # type: ignore[attr-defined]
-    return torch.frombuffer(array, dtype=torch.uint8)
+        self._mapped.release(entry.begin, entry.end)

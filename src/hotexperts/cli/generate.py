@@ -173,6 +173,7 @@ class Session:
                 "packing": cache.packing,
                 "packing_report": cache.packing_report,
                 "expert_dtype": cache.expert_dtype,
+                "dequantised": cache.dequantised,
                 "prefetch": cache.prefetch,
                 "relative_errors": cache.relative_errors,
                 "mode": cache.mode,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotexperts.cli import options
 from hotexperts.cli.console import loading, note, quiet_libraries
 from hotexperts.cli.text import load_tokenizer
 from hotexperts.config import DEFAULT_KV_TOKENS
+from hotexperts.integrations.transformers.gguf_checkpoint import find_gguf
 from hotexperts.integrations.transformers.positions import max_positions
 from hotexperts.integrations.transformers.repository import read_config
 from hotexperts.transformers import load
@@ -57,6 +59,10 @@ def open_model(
         ConfigError: a context beyond the model's positions.
         HotExpertsError: no tokenizer, or whatever `load` and `prepare` refuse.
     """
+    gguf = find_gguf(path)
+    if gguf is not None and gguf != Path(path):
+        path = str(gguf)
+        note(f"the model is {path}")
     with quiet_libraries():
         config, _ = read_config(path, {"trust_remote_code": trust_remote_code})
     length = options.context(context, DEFAULT_KV_TOKENS, max_positions(config))

@@ -29,7 +29,7 @@ class Dtype(str, Enum):
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder with a safetensors checkpoint, or a hub id.",
+        help="Folder with a safetensors checkpoint, a .gguf file, or a hub id.",
         show_default="the demonstration model inside the package",
     ),
 ]
@@ -136,8 +136,12 @@ def model_path(model: str | None) -> str:
     """
     if model is not None:
         path = Path(model)
+        if path.suffix == ".gguf" and path.is_file():
+            return model
         if path.is_file():
-            raise CheckpointError(f"{model} is a file: give the folder of the checkpoint")
+            raise CheckpointError(
+                f"{model} is a file: give the folder of the checkpoint, or a .gguf file"
+            )
         if model.startswith((".", "/", "~")) and not path.is_dir():
             raise CheckpointError(
                 f"{model}: no such folder: give one that exists, or a hub id such as org/model"

@@ -22,7 +22,8 @@ _CONTEXT = 8192
 _SLOW = {"memory_gb_s": 300.0, "link_gb_s": 12.0, "tflops": 25.0}  # where nothing is said of it
 _OWN_SHARE = 0.9  # of a GPU's memory, where no size is given
 _NO_ENGINE = (
-    "Neither vLLM with hotexperts nor hotexperts run reads GGUF: this is what its bytes would give."
+    "This is what GGUF's bytes would give in slots. hotexperts run reads qwen2moe and qwen3moe, "
+    "into slots of 16 bits a value, of which fewer fit; vLLM with hotexperts reads no GGUF."
 )
 
 

@@ -148,7 +148,9 @@ def _device_memory(memory: Data) -> str:
 
 def _host_memory(data: Data) -> str:
     memory, seconds = data["memory"], data["seconds"]["load"]
-    notes = (data["cache"]["packing_report"], data["cache"]["held"])
+    was = data["cache"].get("dequantised")
+    read = f"dequantised as read from {was}" if was else ""
+    notes = (data["cache"]["packing_report"], read, data["cache"]["held"])
     said = "".join(f", {note}" for note in notes if note)
     every = format_bytes(memory["expert_nbytes"])
     in_memory = f"{format_bytes(memory['host_nbytes'])} of experts in host memory{said}"

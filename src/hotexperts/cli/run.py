@@ -72,7 +72,7 @@ def run(
 
     The text comes on stdout as it is generated, the report after it.
 
-    Checkpoints must be safetensors: pickle files are never read.
+    Checkpoints are safetensors or GGUF: pickle files are never read.
     """
     with console.errors_as_one_line(debug):
         size = options.cache_size(expert_cache_size, expert_cache_gib)

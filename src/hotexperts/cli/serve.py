@@ -203,6 +203,10 @@ def _check_names(served_model_name: str | None, state: Path | None) -> None:
 
 def _check_vllm(ctx: typer.Context) -> None:
     """Refuse what vLLM has no counterpart of."""
+    if str(ctx.params["model"]).endswith(".gguf"):
+        raise ConfigError(
+            f"{ctx.params['model']}: vLLM with hotexperts reads no GGUF: take --engine transformers"
+        )
     given = [
         options.option_of(name)
         for name in options.given_names(ctx)

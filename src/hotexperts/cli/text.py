@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from hotexperts.cli.console import quiet_libraries
 from hotexperts.errors import CheckpointError
+from hotexperts.integrations.transformers.gguf_checkpoint import find_gguf
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
@@ -18,7 +19,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     """
     try:
         with quiet_libraries():
-            found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            found = AutoTokenizer.from_pretrained(
+                **_where_from(path), trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # corrupt files raise almost anything, from several libraries
         raise CheckpointError(_no_tokenizer(path, str(error).strip().split("\n")[0])) from error
     if len(found) <= len(found.all_special_ids):  # what Transformers makes of missing files
@@ -26,7 +29,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     return found
 
 
+def _where_from(path: str) -> dict[str, Any]:
+    gguf = find_gguf(path)
+    if gguf is None:
+        return {"pretrained_model_name_or_path": path}
+    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+
+
 def _no_tokenizer(path: str, reason: str) -> str:
+    if find_gguf(path) is not None:
+        return (
+            f"{path}: Transformers cannot read its tokenizer ({reason}): take another file of the "
+            "model, or its safetensors"
+        )
     shown = "" if reason.endswith(":") else f" ({reason})"  # a list follows that no line holds
     return (
         f"{path}: no tokenizer could be loaded{shown}: its files (tokenizer.json, "

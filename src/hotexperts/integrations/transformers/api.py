@@ -59,7 +59,8 @@ def load(
     """Load a Mixture-of-Experts model whose experts stay on the host, but for the hot ones.
 
     Args:
-        path_or_id: a folder with a safetensors checkpoint, or a hub id.
+        path_or_id: a folder with a safetensors checkpoint, a .gguf file (of several, any part) or
+            a folder that has one model in GGUF alone, or a hub id.
         expert_cache_size: slots a layer, a GPU budget for the whole model ("6GiB": weights, slots,
             banks, KV cache and workspace), or "auto": as many slots as 0.9 of the free memory
             holds.
@@ -79,7 +80,8 @@ def load(
         expert_dtype: "fp8", "int8" or "int4" quantises the experts as they are loaded into host
             memory, which changes their values (`expert_cache.relative_errors` says how much), and
             dequantises each as it is copied into its slot, which holds the model's dtype; "none"
-            changes nothing: what a checkpoint has in fp8, mxfp4, int8 or int4 stays so.
+            changes nothing: what a checkpoint has in fp8, mxfp4, int8, int4, or GGUF's
+            Q8_0 and Q4_0, stays so.
         prefetch: "router" copies, in the device mode and while the link would be idle, what the
             next layer's router makes of this layer's input; "lift" what has followed this layer's
             experts so far, as counted, which needs no router ("router" does so, too, for layers
@@ -108,6 +110,7 @@ def load(
     Raises:
         ConfigError: a size, policy or other option that cannot take effect.
         CheckpointError: the path does not exist, or its files are incomplete or corrupt.
+        ModuleNotFoundError: a GGUF file, and the package that reads it is not installed.
         UnsupportedModelError: not an MoE model, or experts of an unknown form; the class is named.
         UnsupportedOperationError: `device_map`, `tp_plan` and their like.
         HostMemoryError: the host has too little memory, or may not page-lock as much.

@@ -52,6 +52,7 @@ def attach_stores(
     start: float,
     *,
     store_reason: str | None = None,
+    dequantised: str = "",
 ) -> None:
     """Give every layer its cache, and the model its `expert_cache`.
 
@@ -64,6 +65,7 @@ def attach_stores(
         device: where slots go.
         start: `time.perf_counter()` when loading began.
         store_reason: why the experts are where they are.
+        dequantised: what they were quantised by that they no longer are.
     """
     stores, turn = made.of_layers, Turn(device)
     banks = _make_banks(found, stores, plan.capacity, device)
@@ -109,6 +111,7 @@ def attach_stores(
         banks=tuple(banks.values()),
         load_seconds=time.perf_counter() - start,
         store_reason=store_reason,
+        dequantised=dequantised,
         prefetch=options.cache.prefetch,
         model=model_digest(model, (layer.name for layer in found)),
     )

@@ -165,6 +165,12 @@ class ExpertCheckpoint:
 
         return CodedExperts(experts.layout, experts.num_experts, tuple(found), release)
 
+    def kinds(self, experts: ExpertsModule, name: str) -> set[str]:
+        """How a parameter is quantised here, of those that are read as their numbers."""
+        every = self._entry(experts, name).by_pattern.values()
+        dtypes = {source.dtype for sources in every for source in sources}
+        return {dtype for dtype in dtypes if isinstance(dtype, str)}
+
     def _entry(self, experts: ExpertsModule, name: str) -> ParameterSources:
         target = f"{experts.name}.{name}"
         if target not in self._sources:

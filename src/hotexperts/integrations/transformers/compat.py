@@ -7,7 +7,7 @@ release fails in one place, at start, with its version in the message.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -123,6 +123,27 @@ def _require_parameters(function: Callable[..., Any], expected: list[str]) -> No
     found = list(inspect.signature(function).parameters)
     if found[: len(expected)] != expected:
         raise AttributeError(f"{function.__qualname__} takes {found}, not {expected}")
+
+
+def gguf_tables(model_type: str) -> tuple[Mapping[str, str | None], Mapping[str, Any]]:
+    """Transformers' names for a GGUF file's keys, and values that no such file has.
+
+    Raises:
+        UnsupportedModelError: this Transformers has no such table.
+    """
+    import transformers
+
+    try:
+        from transformers.integrations import ggml
+
+        keys = ggml.GGUF_CONFIG_MAPPING[model_type]
+        defaults = ggml.GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})
+    except (ImportError, AttributeError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"Transformers {transformers.__version__} does not know {model_type} in GGUF "
+            f"({error}): install one of {', '.join(KNOWN_VERSIONS)}"
+        ) from error
+    return keys, defaults
 
 
 def only_stacks(operations: Sequence[Any]) -> bool:

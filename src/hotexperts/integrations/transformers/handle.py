@@ -34,6 +34,8 @@ class ExpertCache:
             all.
         prefetch: "router", "lift" or "off".
         model: a digest of some of the model's weights, which another checkpoint has not.
+        dequantised: what the checkpoint quantised experts by that became plain as it was read, as
+            "GGUF Q4_K, GGUF Q6_K"; empty where nothing was, or fp8 or mxfp4.
     """
 
     names: tuple[str, ...]
@@ -50,6 +52,7 @@ class ExpertCache:
     store_reason: str | None = None
     prefetch: str = "off"
     model: str | None = None
+    dequantised: str = ""
 
     def __repr__(self) -> str:
         experts = min(provider.store.num_experts for provider in self.providers)

@@ -1,10 +1,11 @@
-"""Experts that GPTQ, AWQ or compressed-tensors packed: codes and scales, as rows take them."""
+"""Experts in int4 and int8 of a checkpoint: codes and scales, as rows take them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
@@ -12,11 +13,57 @@ from hotexperts.cache.quantised import SLOT_DTYPES, Coded, pays
 from hotexperts.errors import CheckpointError
 from hotexperts.formats import TensorSpec
 from hotexperts.integrations.transformers.coded import CodedParameter
-from hotexperts.integrations.transformers.packed_weights import PackedWeight
+from hotexperts.integrations.transformers.gguf_weights import GgufFile
 from hotexperts.integrations.transformers.plain_view import PackedFile
+from hotexperts.integrations.transformers.schemes import Kind
 from hotexperts.integrations.transformers.sources import Source
 from hotexperts.kernels.gather.codes import INT4, INT8
 from hotexperts.kernels.gather.scaled import MOST_COLUMNS, Scaled, by_row, power_of_two_in
+
+
+class IntegerWeight(Protocol):
+    """A matrix `[outputs, inputs]` of codes with scales: `PackedWeight`, `GgufCodes`."""
+
+    @property
+    def name(self) -> str:
+        """Its name without ".weight"."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        ...
+
+    @property
+    def kind(self) -> Kind:
+        """Of its codes."""
+        ...
+
+    @property
+    def scale_dtype(self) -> Any:
+        """In the file."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale, as long as they are in order."""
+        ...
+
+    def codes(self) -> torch.Tensor:
+        """Uint8 `[outputs, inputs]`, whose low bits are numbers with a sign."""
+        ...
+
+    def scales(self) -> torch.Tensor:
+        """Float32 `[outputs, groups]`."""
+        ...
+
+    def zeros(self) -> torch.Tensor | None:
+        """Int16 `[outputs, groups]`, to be taken from codes; None where all are 0."""
+        ...
+
+    def order(self) -> torch.Tensor | None:
+        """Each input's group, int64; None where they are in order."""
+        ...
 
 
 def integer_parameter(
@@ -57,11 +104,11 @@ def integer_parameter(
     return CodedParameter(packing, read)
 
 
-def _packed(source: Source) -> PackedWeight | None:
-    return source.file.weight if isinstance(source.file, PackedFile) else None
+def _packed(source: Source) -> IntegerWeight | None:
+    return source.file.weight if isinstance(source.file, PackedFile | GgufFile) else None
 
 
-def _check_shapes(spec: TensorSpec, weights: Sequence[Sequence[PackedWeight]]) -> None:
+def _check_shapes(spec: TensorSpec, weights: Sequence[Sequence[IntegerWeight]]) -> None:
     """The experts of a part are alike already: `ParameterSources.check`."""
     shapes = [part[0].shape for part in weights if part]
     rows = sum(shape[0] for shape in shapes)
@@ -73,7 +120,7 @@ def _check_shapes(spec: TensorSpec, weights: Sequence[Sequence[PackedWeight]]) -
         )
 
 
-def _packing(spec: TensorSpec, weights: Sequence[PackedWeight]) -> Scaled | None:
+def _packing(spec: TensorSpec, weights: Sequence[IntegerWeight]) -> Scaled | None:
     """How rows hold them, of whom none may be an exception."""
     if any(weight.order() is not None for weight in weights):
         return None
@@ -92,7 +139,7 @@ def _packing(spec: TensorSpec, weights: Sequence[PackedWeight]) -> Scaled | None
     return replace(found, has_half_scales=is_half, has_zeros=has_zeros)
 
 
-def _coded(weight: PackedWeight, packing: Scaled) -> tuple[torch.Tensor, ...]:
+def _coded(weight: IntegerWeight, packing: Scaled) -> tuple[torch.Tensor, ...]:
     """Codes, and scales and zero points, in the packing's rows, of which each is a group."""
     group = torch.arange(0, weight.shape[1], packing.columns) // weight.group_size
     scales, zeros = weight.scales(), weight.zeros()

@@ -36,9 +36,9 @@ from hotexperts.integrations.transformers.modules import (
     find_experts,
     take_parameters,
 )
-from hotexperts.integrations.transformers.plain_view import is_packed, open_files
+from hotexperts.integrations.transformers.plain_view import is_read_here, open_files
 from hotexperts.integrations.transformers.positions import within_positions
-from hotexperts.integrations.transformers.row_forms import in_codes, ram_nbytes
+from hotexperts.integrations.transformers.row_forms import dequantised, in_codes, ram_nbytes
 from hotexperts.integrations.transformers.store_maker import StoreMaker, make_stores, on
 from hotexperts.integrations.transformers.tiers import choose_tier
 
@@ -102,8 +102,8 @@ def hook_loading() -> None:
 
     def hook(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         if model.config._experts_implementation != experts.NAME:
-            if is_packed(model.config):
-                _, state_dict = open_files(model.config, files)
+            if is_read_here(model.config):
+                state_dict = open_files(model, files).state_dict
             return original(model, state_dict, files, load_config, *rest)
         pending = _pending.get() or Pending(_defaults)
         pending.found_files = True
@@ -136,19 +136,20 @@ def _load(
 ) -> Any:
     start = time.perf_counter()
     device = _single_device(load_config)
-    if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
+    is_plain = state_dict is None and files and str(files[0]).endswith(".safetensors")
+    if not is_plain and not is_read_here(model.config):
         raise CheckpointError(
-            "an expert cache reads safetensors files only: convert the checkpoint "
-            "(save_pretrained writes safetensors)"
+            "from_pretrained with an expert cache reads safetensors files only: convert the "
+            "checkpoint (save_pretrained writes safetensors), or give a GGUF file's path to load()"
         )
     found = find_experts(model)
-    file_of, state_dict = open_files(model.config, files)
+    paths, file_of, state_dict = open_files(model, files)
     checkpoint = ExpertCheckpoint(model, file_of, load_config.weight_mapping or [])
     if pending.instead is not None:
-        pending.instead(found, checkpoint, [Path(file) for file in files])
+        pending.instead(found, checkpoint, paths)
     coded = in_codes(found, checkpoint, pending.options.cache)
     needed = ram_nbytes(found, coded, pending.options.cache)
-    tier = choose_tier(found, needed, pending.options.cache, [Path(file) for file in files])
+    tier = choose_tier(found, needed, pending.options.cache, paths)
     options = replace(pending.options, cache=tier.config(pending.options.cache))
     check_early(model, found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)
@@ -158,7 +159,7 @@ def _load(
         result = original(model, state_dict, files, load_config, *rest)
     except SafetensorError as error:
         raise CheckpointError(
-            f"{Path(files[0]).parent}: cannot be read ({error}): download it again"
+            f"{paths[0].parent}: cannot be read ({error}): download it again"
         ) from error
     except RuntimeError as error:
         if "unable to mmap" not in str(error):  # the safetensors package maps for writing
@@ -170,7 +171,17 @@ def _load(
     options = within_positions(options, model.config)
     plan = plan_capacity(model, found, options, device, tier.ram_nbytes)
     stores = make_stores(found, coded, checkpoint, options, device, plan.capacity, tier)
-    attach_stores(model, found, stores, plan, options, device, start, store_reason=tier.reason)
+    attach_stores(
+        model,
+        found,
+        stores,
+        plan,
+        options,
+        device,
+        start,
+        store_reason=tier.reason,
+        dequantised=dequantised(found, coded, checkpoint),
+    )
     return result
 
 

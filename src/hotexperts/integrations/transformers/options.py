@@ -23,7 +23,7 @@ _NOT_WITH_A_CACHE = {
     "state_dict": "save the weights as a checkpoint, and load that",
     "config": "give the values to change by name, such as max_position_embeddings=1024",
     "experts_implementation": "give experts_algorithm",
-    "gguf_file": "only safetensors files are read: convert the checkpoint",
+    "gguf_file": "give the path of the file itself as the model",
     "quantization_config": "give expert_dtype to quantise experts; a checkpoint's own is read "
     "without being asked",
 }

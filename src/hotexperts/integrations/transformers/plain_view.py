@@ -1,4 +1,4 @@
-"""A checkpoint of packed weights as a plain one: each of them is read as its numbers.
+"""A checkpoint of packed weights, or in GGUF, as a plain one: each is read as its numbers.
 
 So Transformers finds a plain checkpoint, and whatever a model's conversion does with names and
 shapes stays as it is.
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hotexperts.cache.safetensors_file import SafetensorsFile, TensorEntry
 from hotexperts.errors import CheckpointError
+from hotexperts.integrations.transformers.gguf_checkpoint import gguf_of, open_gguf
 from hotexperts.integrations.transformers.packed_weights import PackedWeight
 from hotexperts.integrations.transformers.schemes import NAMES, Scheme
 
@@ -70,9 +71,9 @@ class PackedFile:
         self.weight.release()
 
 
-def is_packed(config: Any) -> bool:
-    """Whether weights of the checkpoint are to be read as they are here."""
-    return getattr(config, ATTRIBUTE, None) is not None
+def is_read_here(config: Any) -> bool:
+    """Whether Transformers gets what is read here in place of the checkpoint's files."""
+    return getattr(config, ATTRIBUTE, None) is not None or gguf_of(config) is not None
 
 
 def take_quantisation(config: Any, found: Any, where: object) -> None:
@@ -93,26 +94,48 @@ def take_quantisation(config: Any, found: Any, where: object) -> None:
             del part.quantization_config
 
 
-def open_files(
-    config: Any, files: Sequence[str | Path]
-) -> tuple[Mapping[str, TensorFile], dict[str, LazyTensor] | None]:
-    """The file of each tensor, and what Transformers gets in place of files with packed weights.
+class OpenFiles(NamedTuple):
+    """A checkpoint's files.
+
+    Attributes:
+        paths: of them.
+        file_of: the file of each tensor.
+        state_dict: what Transformers gets in place of files that it is not to read; else None.
+    """
+
+    paths: list[Path]
+    file_of: Mapping[str, TensorFile]
+    state_dict: dict[str, LazyTensor] | None
+
+
+def open_files(model: Any, files: Sequence[str | Path] | None) -> OpenFiles:
+    """Open a checkpoint's files.
 
     Args:
-        config: the model's.
-        files: safetensors files; a key in two of them is read from the later one.
+        model: on the meta device.
+        files: safetensors files; a key in two of them is read from the later one. Where the
+            configuration came from a GGUF file there are none.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or packed weights are not as they should be.
     """
+    config, gguf = model.config, gguf_of(model.config)
+    if gguf is not None:
+        parts, weights = open_gguf(model, gguf)
+        return OpenFiles(parts, weights, _lazy(weights))
+    paths = [Path(file) for file in files or ()]
     file_of: dict[str, TensorFile] = {}
-    for file in map(SafetensorsFile, map(Path, files)):
+    for file in map(SafetensorsFile, paths):
         file_of |= dict.fromkeys(file.entries, file)
-    if not is_packed(config):
-        return file_of, None
-    where = Path(files[0]).parent
+    if not is_read_here(config):
+        return OpenFiles(paths, file_of, None)
+    where = paths[0].parent
     plain = _plain(file_of, Scheme.of(where, getattr(config, ATTRIBUTE)), where)
-    return plain, {name: LazyTensor(file, name) for name, file in plain.items()}
+    return OpenFiles(paths, plain, _lazy(plain))
+
+
+def _lazy(file_of: Mapping[str, TensorFile]) -> dict[str, LazyTensor]:
+    return {name: LazyTensor(file, name) for name, file in file_of.items()}
 
 
 def _plain(

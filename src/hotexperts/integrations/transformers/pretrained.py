@@ -10,6 +10,7 @@ import torch
 from hotexperts.errors import CheckpointError, UnsupportedModelError
 from hotexperts.integrations.transformers import experts
 from hotexperts.integrations.transformers import load as loading
+from hotexperts.integrations.transformers.gguf_checkpoint import from_where
 from hotexperts.integrations.transformers.repository import not_of_the_class, why_unreadable
 
 
@@ -35,10 +36,11 @@ def from_pretrained_by_us(
         CheckpointError: files that Transformers wants are not there.
         UnsupportedModelError: the class does not load such a model.
     """
+    model_class, where = from_where(path_or_id, rest["config"], auto_class)
     with loading.pending(options, instead) as pending:
         try:
-            return (auto_class or _causal_lm()).from_pretrained(
-                path_or_id,
+            return model_class.from_pretrained(
+                **where,
                 device_map={"": device},
                 experts_implementation=experts.NAME,
                 output_loading_info=True,
@@ -53,9 +55,3 @@ def from_pretrained_by_us(
                 raise
             subfolder = rest.get("subfolder") or ""
             raise CheckpointError(why_unreadable(path_or_id, subfolder, error)) from error
-
-
-def _causal_lm() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""A checkpoint's folder or hub repository: its configuration, and what is wrong with it."""
+"""A checkpoint's folder, file or hub repository: its configuration, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hotexperts.errors import CheckpointError, UnsupportedModelError
+from hotexperts.integrations.transformers.gguf_checkpoint import find_gguf
+from hotexperts.integrations.transformers.gguf_config import read_gguf_config
 from hotexperts.integrations.transformers.options import check_path
 from hotexperts.integrations.transformers.plain_view import take_quantisation
 from hotexperts.integrations.transformers.schemes import METHODS
@@ -41,11 +43,15 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
 
     Raises:
         CheckpointError: there is no configuration at that path or id, or the hub is out of reach;
-            or it is not sound about packed weights.
-        UnsupportedModelError: quantised in a way that is not dequantised.
+            or it is not sound about packed weights, or a GGUF file is damaged.
+        UnsupportedModelError: quantised in a way that is not dequantised, or a GGUF file of an
+            architecture that is not read.
     """
     from transformers import AutoConfig
 
+    gguf = find_gguf(path_or_id)
+    if gguf is not None:
+        return read_gguf_config(gguf, options)
     check_path(path_or_id)
     _require_config(path_or_id, options)
     finding = {name: options[name] for name in _FIND_OPTIONS if name in options}

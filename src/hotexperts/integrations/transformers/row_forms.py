@@ -26,6 +26,27 @@ def in_codes(
     return [checkpoint.coded(layer) for layer in found]
 
 
+def dequantised(
+    found: Sequence[ExpertsModule],
+    coded: Sequence[CodedExperts | None],
+    checkpoint: ExpertCheckpoint,
+) -> str:
+    """What experts are quantised by that become plain as they are read, as "GGUF Q4_K, GGUF Q6_K".
+
+    Args:
+        found: the experts modules.
+        coded: as `in_codes` gave them.
+        checkpoint: they come from.
+    """
+    kinds: set[str] = set()
+    for layer, codes in zip(found, coded, strict=True):
+        packings = [None] * len(layer.layout.names) if codes is None else codes.packings
+        for name, packing in zip(layer.layout.names, packings, strict=True):
+            if packing is None:
+                kinds |= checkpoint.kinds(layer, name)
+    return ", ".join(sorted(kinds))
+
+
 def ram_nbytes(
     found: Sequence[ExpertsModule], coded: Sequence[CodedExperts | None], cache: CacheConfig
 ) -> int:

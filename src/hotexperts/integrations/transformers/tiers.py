@@ -133,10 +133,13 @@ def pack_path(cache: CacheConfig, found: Sequence[ExpertsModule], files: Sequenc
     """
     if cache.pack is not None:
         return Path(cache.pack)
-    folder = Path(files[0]).absolute().parent.resolve()
+    first = Path(files[0]).absolute()
+    source = first.parent.resolve()
+    if first.suffix == ".gguf":  # a folder may hold several models
+        source /= first.name
     dtype = str(found[0].layout.specs[0].dtype).removeprefix("torch.")
-    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    name = re.sub(r"[^\w.-]", "_", folder.name) or "model"
+    digest = hashlib.sha256(str(source).encode()).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]", "_", source.name) or "model"
     return _cache_folder() / "hotexperts" / f"{name}-{digest}-{dtype}.pack"
 
 
