@@ -48,6 +48,24 @@ def parts_of(path: Path) -> list[Path]:
     return parts
 
 
+def read_headers(path: Path) -> list[Any]:
+    """A `GGUFReader` of each part of a model, in order.
+
+    Raises:
+        CheckpointError: see `parts_of` and `read_header`, or two tensors have one name.
+        ModuleNotFoundError: the package is not installed.
+    """
+    headers = [read_header(part) for part in parts_of(path)]
+    names: set[str] = set()
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name in names:
+            raise CheckpointError(
+                f"{path}: damaged (two tensors are called {tensor.name:.80}): download it again"
+            )
+        names.add(tensor.name)
+    return headers
+
+
 def read_header(path: Path) -> Any:
     """A `GGUFReader` of one file, whose lists are one part each.
 

@@ -134,6 +134,13 @@ def test_padding_and_nobody_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(part, padded.scores(ids[4:5, 0, [0, 2]]), atol=1e-6)
 
 
+def test_ids_of_no_expert_read_nothing_beyond_the_table() -> None:
+    table = LiftTable(4, 6, 2, "cpu")
+    wanted = table.scores(torch.tensor([[1, -1]]))
+    found = table.scores(torch.tensor([[1, 1000], [1, -7]]))
+    assert torch.equal(found, wanted.expand(2, -1))
+
+
 def test_counts_are_halved_before_float32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(popularity, "MOST_CALLS", 16.0)
     table, spec = made()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -18,9 +19,13 @@ import hotexperts.transformers as hot
 from hotexperts.bench.sources import resident_model
 from hotexperts.cache.mapped_file import MappedFile
 from hotexperts.cli.main import main
+from hotexperts.cli.text import load_tokenizer
 from hotexperts.errors import CheckpointError, ConfigError, UnsupportedModelError
+from hotexperts.integrations.transformers import tiers
 from hotexperts.integrations.transformers.gguf_checkpoint import Found
 from hotexperts.integrations.transformers.gguf_weights import GgufCodes, GgufTensor
+from hotexperts.integrations.transformers.plain_view import is_read_here
+from hotexperts.integrations.transformers.repository import read_config
 
 gguf = pytest.importorskip("gguf")
 from integrations import gguf_checkpoints as files  # noqa: E402
@@ -150,6 +155,16 @@ def test_elsewhere_experts_are_dequantised(store: str, tmp_path: Path) -> None:
     assert (model.expert_cache.store, model.expert_cache.dequantised) == (store, "GGUF Q8_0")
 
 
+def test_where_memory_is_too_small_experts_are_said_to_be_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = files.build(tmp_path, "Q8_0")
+    monkeypatch.setattr(tiers, "available_host_bytes", lambda: 0)
+    model = load(path, expert_store="auto")
+    check_same(model, resident(plain))
+    assert (model.expert_cache.store, model.expert_cache.dequantised) == ("file", "GGUF Q8_0")
+
+
 def test_packs_of_two_files_in_a_folder_have_two_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +246,22 @@ def test_the_command_says_which_file_and_what_became_of_it(
     assert f"note: the model is {path}" in err
     assert out.startswith("ab c")
     assert "dequantised as read from GGUF Q5_0, GGUF Q8_0" in " ".join(out.split())
+
+
+def test_any_part_of_a_split_file_has_the_tokenizer_of_the_first(tmp_path: Path) -> None:
+    path, _ = files.build(tmp_path, split=7)
+    parts = sorted(path.parent.glob("m-*.gguf"))
+    words = load_tokenizer(str(parts[0]), trust_remote_code=False).get_vocab()
+    assert load_tokenizer(str(parts[1]), trust_remote_code=False).get_vocab() == words
+
+
+def test_a_mark_of_ours_in_a_config_json_is_not_obeyed(tmp_path: Path) -> None:
+    path, plain = files.build(tmp_path)
+    file = plain / "config.json"
+    marked = {"hotexperts_gguf": str(path), "hotexperts_quantisation": {"quant_method": "gptq"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **marked}))
+    config, _ = read_config(plain, {})
+    assert not is_read_here(config)
 
 
 def test_a_tokenizer_that_transformers_cannot_read_is_named(

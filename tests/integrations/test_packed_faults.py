@@ -193,6 +193,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "sparse": ("compressed", {"sparsity_config": {"format": "24"}}, r"sparsity_config: format is"),
     "no sparsity": ("compressed", {"sparsity_config": 24}, r"sparsity_config is 24, not an object"),
     "a number": ("gptq", {"dynamic": 5}, r"dynamic is 5, not an object"),
+    "transforms": (
+        "compressed",
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        "transform_config is given, and no transform is applied here",
+    ),
 }
 
 
@@ -210,6 +215,7 @@ def test_a_configuration_that_is_not_read_here_is_refused(fault: str, tmp_path: 
     ("change", "message"),
     [
         ({"input_activations": {"num_bits": 8}}, "group_0: input_activations is given, and inputs"),
+        ({"output_activations": {"num_bits": 8}}, "group_0: output_activations is given, and"),
         ({"weights": None}, "group_0: weights is None, not an object"),
         ({"weights": {"num_bits": 4, "type": "float"}}, "weights: type is 'float', not of 'int'"),
         (

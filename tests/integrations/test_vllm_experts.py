@@ -152,6 +152,24 @@ def test_layers_that_guess_by_lift_equal_the_full_kernel(
 
 
 @pytest.mark.interpret
+def test_a_router_that_gets_only_codes_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = two_layers(monkeypatch)
+    cache = layers[0][2]
+    cache.provider.lift = cache.provider.next_provider._lift_before = None
+    cache.guess = lambda hidden: pytest.fail("not of codes")
+    monkeypatch.setattr(prefetching, "may_be_routed", lambda hidden: False)
+    prefetching.warn_of_quantised_inputs.cache_clear()
+    with caplog.at_level("WARNING", logger="vllm.hotexperts"):
+        for seed in range(2):
+            for layer, experts, _ in layers:
+                experts.apply(**make_call(layer, 1, seed))
+    (said,) = (r.message for r in caplog.records if "prefetch" in r.message)
+    assert "take prefetch 'lift'" in said
+
+
+@pytest.mark.interpret
 def test_a_graph_that_ends_between_layers_neither_guesses_nor_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -65,7 +65,8 @@ class LiftTable:
             ids: int `[T, K]`, what each token asks the layer before for, all different; -1 is
                 nobody.
         """
-        return self.rows[ids.long()].sum(1) + self.rows[-2]
+        known = ids.long().clamp(-1, len(self.rows) - 1)  # an index beyond would end the context
+        return self.rows[known].sum(1) + self.rows[-2]
 
     def expect(self, ids: torch.Tensor) -> None:
         """Keep what the layer before was asked for, until the next one is asked: see `take`."""

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from hotexperts.cli.console import quiet_libraries
 from hotexperts.errors import CheckpointError
+from hotexperts.gguf_header import parts_of
 from hotexperts.integrations.transformers.gguf_checkpoint import find_gguf
 
 
@@ -33,7 +34,8 @@ def _where_from(path: str) -> dict[str, Any]:
     gguf = find_gguf(path)
     if gguf is None:
         return {"pretrained_model_name_or_path": path}
-    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    first = parts_of(gguf)[0]  # of a split file, which alone has the words
+    return {"pretrained_model_name_or_path": str(first.parent), "gguf_file": first.name}
 
 
 def _no_tokenizer(path: str, reason: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hotexperts.errors import CheckpointError
-from hotexperts.gguf_header import parts_of, read_header, value
+from hotexperts.gguf_header import read_headers, value
 from hotexperts.plan.config import Config
 from hotexperts.plan.model import TensorSize
 
@@ -35,15 +35,12 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, TensorSize]]:
         CheckpointError: missing, truncated or damaged.
         ModuleNotFoundError: the package is not installed.
     """
-    headers = [read_header(part) for part in parts_of(path)]
-    sizes: dict[str, TensorSize] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in sizes:
-                raise CheckpointError(
-                    f"{path}: damaged (two tensors are called {tensor.name:.80}): download it again"
-                )
-            sizes[tensor.name] = TensorSize(tensor.tensor_type.name, int(tensor.n_bytes))
+    headers = read_headers(path)
+    sizes = {
+        tensor.name: TensorSize(tensor.tensor_type.name, int(tensor.n_bytes))
+        for header in headers
+        for tensor in header.tensors
+    }
     return Config(str(path), _values(path, headers[0])), sizes
 
 

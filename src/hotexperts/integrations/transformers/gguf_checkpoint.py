@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotexperts.errors import CheckpointError, ConfigError
-from hotexperts.gguf_header import parts_of, read_header, value
+from hotexperts.gguf_header import parts_of, read_headers, value
 from hotexperts.integrations.transformers.gguf_weights import (
     GgufFile,
     GgufTensor,
@@ -47,17 +47,10 @@ class Found(NamedTuple):
             CheckpointError: missing, damaged, or of a type that is not read.
             ModuleNotFoundError: the `gguf` package is not installed.
         """
-        parts = parts_of(path)
-        headers = [read_header(part) for part in parts]
+        parts, headers = parts_of(path), read_headers(path)
         tensors: dict[str, GgufTensor] = {}
         for header, part in zip(headers, parts, strict=True):
-            more = tensors_of(header, part)
-            twice = next((name for name in more if name in tensors), None)
-            if twice is not None:
-                raise CheckpointError(
-                    f"{path}: two of its parts have a tensor {twice:.80}: download it again"
-                )
-            tensors |= more
+            tensors |= tensors_of(header, part)
         return cls(parts, headers[0], tensors)
 
 

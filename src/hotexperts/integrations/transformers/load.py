@@ -150,6 +150,8 @@ def _load(
     coded = in_codes(found, checkpoint, pending.options.cache)
     needed = ram_nbytes(found, coded, pending.options.cache)
     tier = choose_tier(found, needed, pending.options.cache, paths)
+    if tier.store != "ram":  # rows of files are plain
+        coded = [None] * len(found)
     options = replace(pending.options, cache=tier.config(pending.options.cache))
     check_early(model, found, options, device, tier.ram_nbytes)
     model._keys_to_ignore_on_load_unexpected = _ignored(model, found)

@@ -205,4 +205,6 @@ class LazyTensor:
         self._name = name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._file.tensor(self._name)[index].clone()
+        found = self._file.tensor(self._name)[index]
+        is_made = isinstance(self._file.entries[self._name].dtype, str)
+        return found if is_made else found.clone()  # the map is read-only

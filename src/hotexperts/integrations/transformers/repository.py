@@ -9,9 +9,11 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hotexperts.errors import CheckpointError, UnsupportedModelError
+from hotexperts.integrations.transformers.gguf_checkpoint import ATTRIBUTE as GGUF
 from hotexperts.integrations.transformers.gguf_checkpoint import find_gguf
 from hotexperts.integrations.transformers.gguf_config import read_gguf_config
 from hotexperts.integrations.transformers.options import check_path
+from hotexperts.integrations.transformers.plain_view import ATTRIBUTE as PACKED
 from hotexperts.integrations.transformers.plain_view import take_quantisation
 from hotexperts.integrations.transformers.schemes import METHODS
 
@@ -65,6 +67,10 @@ def read_config(path_or_id: str | Path, options: dict[str, Any]) -> tuple[Any, d
         if not Path(path_or_id).is_dir():
             where += "neither a folder nor a readable hub id: "
         raise CheckpointError(_once(where, first_line(error))) from error
+    for part in (config, config.get_text_config(decoder=True)):
+        for mark in (PACKED, GGUF):  # ours to set, and never what a config.json says
+            if hasattr(part, mark):
+                delattr(part, mark)
     _dequantise(path_or_id, config)
     for name in ("_from_auto", "_commit_hash"):
         rest.pop(name, None)

@@ -151,6 +151,7 @@ def _awq(fields: _Fields) -> Scheme:
 def _compressed(fields: _Fields) -> Scheme:
     if fields.values.get("sparsity_config"):
         fields.nested("sparsity_config").require("format", ("dense",), "dense")
+    fields.refuse("transform_config", "and no transform is applied here")
     groups = fields.nested("config_groups")
     if not groups.values:
         raise fields.wrong("config_groups", "one group or more")
@@ -162,6 +163,7 @@ def _compressed_kind(fields: _Fields, group: _Fields) -> Kind:
     where = group if group.values.get("format") is not None else fields
     where.require("format", ("pack-quantized",))
     group.refuse("input_activations", "and inputs are not quantised here")
+    group.refuse("output_activations", "and outputs are not quantised here")
     weights = group.nested("weights")
     bits = weights.require("num_bits", (4, 8))
     weights.require("type", ("int",), "int")

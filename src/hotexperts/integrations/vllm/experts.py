@@ -81,11 +81,17 @@ class CachedFusedExperts:
                 self._sum_of_waves(call, itertools.chain([first], waves))
 
     def _look_ahead(self, ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        from hotexperts.integrations.vllm.prefetching import may_be_routed, spans_layers
+        from hotexperts.integrations.vllm.prefetching import (
+            may_be_routed,
+            spans_layers,
+            warn_of_quantised_inputs,
+        )
 
         assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
         if spans_layers():
             guess = self.guess if may_be_routed(hidden) else None
+            if guess is None and self.guess is not None and self.provider.lift is None:
+                warn_of_quantised_inputs()
             is_prefill = ids.shape[0] > self._prefill_tokens
             self.provider.look_ahead(ids, hidden, guess, prefill=is_prefill)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,6 +113,15 @@ def spans_layers() -> bool:
 def may_be_routed(hidden: torch.Tensor) -> bool:
     """Whether a router is for such hidden states: not where they are quantised."""
     return hidden.is_floating_point() and hidden.element_size() >= 2
+
+
+@cache
+def warn_of_quantised_inputs() -> None:
+    """Once: gates are found, and what the kernel is given is nothing for them."""
+    log.warning(
+        "expert cache: prefetch 'router' guesses nothing, as this kernel's inputs are quantised: "
+        "take prefetch 'lift'"
+    )
 
 
 def check_prefetch(config: Any, wanted: ExpertCacheOptions) -> None:
