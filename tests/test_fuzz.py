@@ -263,9 +263,9 @@ def test_packed_weights(method: str) -> None:
         with TemporaryDirectory() as folder:
             path = Path(folder) / "model.safetensors"
             path.write_bytes(with_length(as_json(header), content))
-            config = SimpleNamespace(**{ATTRIBUTE: config})
-            found = raises_ours(open_files, config, [path])
-            weight = found[0].get("m.weight") if found is not None else None
+            model = SimpleNamespace(config=SimpleNamespace(**{ATTRIBUTE: config}))
+            found = raises_ours(open_files, model, [path])
+            weight = found.file_of.get("m.weight") if found is not None else None
             return weight and raises_ours(weight.tensor, "m.weight")
 
     shapes = PACKED_SHAPES[method]
