@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 import hotexperts.transformers as hot
 from hotexperts.bench.sources import resident_model
@@ -29,39 +28,16 @@ from hotexperts.integrations.transformers.repository import read_config
 
 gguf = pytest.importorskip("gguf")
 from integrations import gguf_checkpoints as files  # noqa: E402
-from integrations import zoo  # noqa: E402
+from integrations.plain_twin import (  # noqa: E402
+    DEVICE,
+    check_same,
+    load,
+    logits,
+    resident,
+)
 
 pytestmark = [pytest.mark.transformers, pytest.mark.interpret]
-DEVICE = "cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu"
 MIXED = {"gate": "Q8_0", "up": "Q5_0", "down": "Q4_0"}
-
-
-def load(path: Path, mode: str = "host", **options: Any) -> Any:
-    options = {"experts_algorithm": "eager", "expert_cache_size": 3, **options}
-    return hot.load(path, cache_mode=mode, device=DEVICE, policy="lru", **options)
-
-
-def resident(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", experts_implementation="eager")
-    return model.to(DEVICE)
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(zoo.sample_ids(batch=1, length=12).to(model.device)).logits.cpu()
-
-
-def tokens(model: Any) -> list[int]:
-    ids = zoo.sample_ids(batch=1, length=7).to(model.device)
-    return model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
-
-
-def check_same(found: Any, plain: Any) -> None:
-    assert torch.equal(logits(found), logits(plain))
-    assert tokens(found) == tokens(plain)
-    parameters = dict(plain.named_parameters())
-    for name, value in found.named_parameters():
-        assert torch.equal(value, parameters[name]), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
