@@ -52,6 +52,7 @@ def parser(description: str | None, *, needs_traces: bool = True) -> argparse.Ar
         found.add_argument("--traces", type=Path, required=True, help="folder: see docs/traces.md")
     found.add_argument("--out", type=Path, help="result file, written after each case")
     found.add_argument("--cases", nargs="*", help="instead of all")
+    found.add_argument("--keep", action="store_true", help="rows that --out has of other cases")
     found.add_argument("--measure", help=argparse.SUPPRESS)
     return found
 
@@ -65,8 +66,9 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
     if args.measure:
         print(json.dumps(benchmark.measure(args.measure, args)))
         return
-    table: Table = {}
-    for case in args.cases or benchmark.cases:
+    names = args.cases or benchmark.cases
+    table = _kept(args.out, names) if args.keep else {}
+    for case in names:
         table[case] = _child(case)
         done = {name: row for name, row in table.items() if "failed" not in row}
         more = benchmark.compare(done)
@@ -77,6 +79,19 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
     failed = [case for case, row in table.items() if "failed" in row]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _kept(out: Path | None, names: Sequence[str]) -> Table:
+    """Rows of an earlier run, each with what it ran on; failed ones are not worth keeping."""
+    if out is None or not out.exists():
+        sys.exit(f"--keep takes rows from --out, and {out} is not there: leave it out")
+    earlier = json.loads(out.read_text())
+    ran_on = {key: earlier["machine"][key] for key in ("date", "commit")}
+    return {
+        case: {"measured_at": ran_on, **row}
+        for case, row in earlier["cases"].items()
+        if case not in names and "failed" not in row
+    }
 
 
 def _child(case: str) -> Row:

@@ -46,11 +46,11 @@ SMALL_SHAPE |= {"num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 4
 # Of the experts in slots, and whether stalls are recorded; the most important first.
 ROUNDS = (
     (0.25, False),
-    (1.0, False),
-    (0.25, True),
-    (0.5, False),
-    (1.0, True),
     (0.5, True),
+    (1.0, True),
+    (1.0, False),
+    (0.5, False),
+    (0.25, True),
     (0.125, False),
     (0.125, True),
 )

@@ -74,9 +74,22 @@ def _results() -> list[str]:
         lines.append(
             f"| `{result}.json` | {gpu}, {machine['cpu_cores']} CPU cores, Linux "
             f"{machine['kernel']} | Python {machine['python']}, {', '.join(used)} | "
-            f"`{data['command']}` | {machine['commit'][:7]}, {machine['date']} |"
+            f"`{data['command']}` | {'; '.join(_measured_at(data))} |"
         )
     return lines
+
+
+def _measured_at(data: dict[str, Any]) -> list[str]:
+    """Commit and date; of rows that were kept from earlier runs of the command, theirs."""
+    cases = data.get("cases", {})
+    kept: dict[str, list[str]] = {}
+    for case, row in cases.items() if isinstance(cases, dict) else ():
+        if isinstance(row, dict) and "measured_at" in row:
+            at = row["measured_at"]
+            kept.setdefault(f"{at['commit'][:7]}, {at['date']}", []).append(f"`{case}`")
+    machine = data["machine"]
+    earlier = [f"{', '.join(names)} at {at}" for at, names in kept.items()]
+    return [f"{machine['commit'][:7]}, {machine['date']}", *earlier]
 
 
 def main() -> None:
