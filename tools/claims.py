@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from claimed import CLAIMS, STATED, TABLES
 from result_tables import load
