@@ -1,14 +1,14 @@
-"""Reading a pack: whole rows, past the page cache, several at once, each one proven."""
+"""Reading a pack: rows past the page cache, several at once, each one proven."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +23,8 @@ from hotexperts.cache.pack_format import (
     cannot_read,
     damaged_row,
 )
-from hotexperts.errors import CheckpointError, HotExpertsError, StorageError
+from hotexperts.cache.row_read import RowRead
+from hotexperts.errors import HotExpertsError, StorageError
 
 NUM_READERS = 8  # reads in flight: a disk wants several, and rows are large
 Preadv: TypeAlias = Callable[[int, Sequence[Any], int], int]
@@ -75,40 +76,37 @@ class PackFile:
         """
         if self._process != os.getpid():  # a fork has none of the threads, and would wait for them
             self._readers, self._process = _make_readers(), os.getpid()
-        return self._readers.submit(self._read, layer, expert, buffer)
+        place = self.header.place(layer, expert)
+        assert len(buffer) == place.nbytes, (len(buffer), place)
+        row = RowRead(
+            buffer,
+            partial(self._read, layer, expert, place),
+            self._checksums[place.number] ^ WRITTEN,  # no checksum has this bit
+            partial(damaged_row, self.path, self.header.layers[layer], expert),
+        )
+        for piece in range(row.num_pieces):
+            self._readers.submit(row.read_piece, piece)
+        return row.done
 
     def finish_reads(self) -> None:
         """Wait for every read that was begun, whoever knows of it."""
         before, self._readers = self._readers, _make_readers()
         before.shutdown()
 
-    def _read(self, layer: int, expert: int, buffer: memoryview) -> None:
-        place = self.header.place(layer, expert)
-        assert len(buffer) == place.nbytes, (len(buffer), place)
-        if self._attempt(layer, expert, place, buffer) is not None:
-            fault = self._attempt(layer, expert, place, buffer)
-            if fault is not None:
-                raise fault
-
-    def _attempt(
-        self, layer: int, expert: int, place: RowPlace, buffer: memoryview
+    def _read(
+        self, layer: int, expert: int, place: RowPlace, buffer: memoryview, begin: int
     ) -> HotExpertsError | None:
-        """The error, where the row did not come."""
+        """Bytes of a row from `begin` on; the error, where they did not come."""
         what = f"{self.path}: expert {expert} of {self.header.layers[layer].name}"
         try:
-            num_read = self._preadv(self._fd, [buffer], place.offset)
+            num_read = self._preadv(self._fd, [buffer], place.offset + begin)
         except OSError as error:
             return StorageError(f"{what} cannot be read ({error.strerror}, tried twice): {MOVE}")
-        if num_read != place.nbytes:
+        if num_read != len(buffer):
             return StorageError(
-                f"{what}: the disk gave {num_read} of {place.nbytes} bytes, tried twice: {MOVE}"
+                f"{what}: the disk gave {num_read} of {len(buffer)} bytes, tried twice: {MOVE}"
             )
-        if WRITTEN | zlib.crc32(buffer) != self._checksums[place.number]:
-            return self._damaged(layer, expert)
         return None
-
-    def _damaged(self, layer: int, expert: int) -> CheckpointError:
-        return damaged_row(self.path, self.header.layers[layer], expert)
 
 
 def _make_readers() -> ThreadPoolExecutor:
