@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hotexperts.cache import CPUBackingStore
-from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.cache.device_mode import ChosenMode
 from hotexperts.cache.host_memory import PageLockError
 from hotexperts.cache.packed_store import (
@@ -232,9 +231,9 @@ class ModelCaches:
 
     def _give_tables(self) -> None:
         for name in self._guess_by_lift:
-            provider = self.layers[name].provider
-            assert isinstance(provider, DeviceWeightProvider), "kernels prefetch"
-            provider.guess_by_lift(self.top_k)
+            lookahead = self.layers[name].provider.lookahead
+            assert lookahead is not None, "where prefetches are asked for, all have one"
+            lookahead.guess_by_lift(self.top_k)
 
     def _store_of(
         self, tensors: dict[str, torch.Tensor], device: torch.device, plain: CPUBackingStore | None
