@@ -106,7 +106,7 @@ def _copied(model: Model) -> Any:
     """The layers' counters now, in stream order where a device keeps them."""
     providers = list(model.caches.providers.values())
     if hasattr(providers[0], "kernel"):
-        return torch.stack([provider.counts for provider in providers])
+        return torch.stack([provider.counters.now for provider in providers])
     return [provider.stats.bytes_moved for provider in providers]
 
 
@@ -116,7 +116,7 @@ def _bytes(model: Model, counts: Any) -> Any:
         return np.array(counts)
     providers = model.caches.providers.values()
     pairs = zip(providers, counts.cpu().tolist(), strict=True)
-    return np.array([provider.stats_of(found).bytes_moved for provider, found in pairs])
+    return np.array([provider.counters.stats_of(found).bytes_moved for provider, found in pairs])
 
 
 def _resident_nbytes() -> int:

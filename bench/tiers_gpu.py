@@ -163,7 +163,7 @@ def check_bits(store: Any, provider: Any) -> None:
             continue
         wanted = [torch.empty(s.shape, dtype=s.dtype, device="cuda") for s in LAYOUT.specs]
         store.copy_into(expert, wanted)
-        for tensor, row in zip(provider.tensors, wanted, strict=True):
+        for tensor, row in zip(provider.slot_tensors, wanted, strict=True):
             assert torch.equal(tensor[slot].view(torch.int16), row.view(torch.int16)), expert
 
 

@@ -101,7 +101,7 @@ def _options(gib: int) -> dict[str, Any]:
 
 def _slots(engine: Engine, total_nbytes: int) -> int:
     """As many a layer as the plug-in gives where this is `--moe-expert-cache-gib`."""
-    from hotexperts.integrations.vllm import budget, caches
+    from hotexperts.integrations.vllm import budget, stores
     from hotexperts.sizing import capacity_for_budget
 
     ours, model = engine.caches, engine.runner.get_model()
@@ -112,7 +112,7 @@ def _slots(engine: Engine, total_nbytes: int) -> int:
         + budget.workspace_nbytes(engine.config, experts)
         + budget.CONTEXT_NBYTES
     )
-    shapes = [caches.shape_of(store, ours.top_k) for store in ours.stores.values()]
+    shapes = [stores.shape_of(store, ours.top_k) for store in ours.stores.values()]
     return capacity_for_budget(total_nbytes, other, shapes).capacity
 
 

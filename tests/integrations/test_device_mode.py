@@ -283,7 +283,7 @@ def test_where_no_router_guesses_the_lift_table_does_and_says_so(
     assert reason in record.message
     first = model.model.layers[0].mlp.experts._hotexperts
     assert first.guess is None
-    assert first.provider.lift is not None
+    assert first.provider.lookahead.lift is not None
     model.generate(zoo.sample_ids(batch=1, length=6).to(DEVICE), max_new_tokens=6, do_sample=False)
     assert model.expert_cache.stats.prefetches
 
@@ -295,15 +295,15 @@ def test_lift_is_a_choice_that_says_nothing(
     assert not caplog.records
     first, last = (layer.mlp.experts._hotexperts for layer in model.model.layers)
     assert first.guess is last.guess is None
-    assert first.provider.lift is not None
-    assert last.provider.lift is None, "nobody comes after it"
+    assert first.provider.lookahead.lift is not None
+    assert last.provider.lookahead.lift is None, "nobody comes after it"
 
 
 @torch.no_grad()
 def test_what_a_model_asked_for_is_counted_until_a_reset(checkpoint: Path) -> None:
     """A prefill of 70 tokens and a step of decode: the specification on the recorded ids."""
     model = load(checkpoint, 3, "device", prefetch="lift")
-    table = model.expert_cache.providers[0].lift
+    table = model.expert_cache.providers[0].lookahead.lift
     fresh = table.rows.clone()
     spec = CrossLift(2, zoo.NUM_EXPERTS, zoo.TOP_K)
     tokens = zoo.sample_ids(batch=1, length=71).to(DEVICE)
@@ -335,7 +335,7 @@ def test_compiled_code_may_overwrite_ids_that_are_counted_later(checkpoint: Path
     _capturable_op(hidden, ids, weights, first.key)
     ids.fill_(7)
     _capturable_op(hidden, torch.tensor([[4, 5], [4, 6]], device=DEVICE), weights, last.key)
-    counts = first.provider.lift.counts
+    counts = first.provider.lookahead.lift.counts
     assert counts[:-1, -1].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert counts[0, 4:7].tolist() == [1, 1, 0]
 

@@ -122,7 +122,8 @@ def two_layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, CachedFu
     assert isinstance(first, DeviceWeightProvider)
     assert isinstance(second, DeviceWeightProvider)
     first.next_provider = second
-    first.guess_by_lift(K)
+    assert first.lookahead is not None
+    first.lookahead.guess_by_lift(K)
     return made
 
 
@@ -146,7 +147,7 @@ def test_layers_that_guess_by_lift_equal_the_full_kernel(
             experts.apply(**call)
             assert torch.equal(call["output"], expected["output"])
         tokens += num_tokens
-        assert layers[0][2].provider.lift.counts[-1, -1] == tokens
+        assert layers[0][2].provider.lookahead.lift.counts[-1, -1] == tokens
         assert second.stats.prefetches == before or num_tokens <= 8
     assert second.stats.prefetch_hits > 0
 
@@ -157,7 +158,8 @@ def test_a_router_that_gets_only_codes_says_so_once(
 ) -> None:
     layers = two_layers(monkeypatch)
     cache = layers[0][2]
-    cache.provider.lift = cache.provider.next_provider._lift_before = None
+    first, second = (cache.provider.lookahead for _, _, cache in layers)
+    first.lift = second._lift_before = None
     cache.guess = lambda hidden: pytest.fail("not of codes")
     monkeypatch.setattr(prefetching, "may_be_routed", lambda hidden: False)
     prefetching.warn_of_quantised_inputs.cache_clear()
@@ -180,7 +182,7 @@ def test_a_graph_that_ends_between_layers_neither_guesses_nor_counts(
             experts.apply(**make_call(layer, 2, seed))
     first, second = (cache.provider for _, _, cache in layers)
     assert second.stats.prefetches == 0
-    assert not first.lift.counts.any()
+    assert not first.lookahead.lift.counts.any()
 
 
 @pytest.mark.interpret

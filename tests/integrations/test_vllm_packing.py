@@ -12,9 +12,7 @@ import torch
 from hotexperts.cache import CPUBackingStore
 from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.errors import ConfigError
-from hotexperts.integrations.vllm import caches, options, refusals
-from hotexperts.integrations.vllm.caches import ModelCaches
-from hotexperts.sizing import LayerShape, fixed_capacity
+from hotexperts.integrations.vllm import options, refusals, stores
 
 E, CPU = 6, torch.device("cpu")
 
@@ -26,10 +24,11 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: (tensor * 0.05).bfloat16() for name, tensor in drawn.items()}
 
 
-def model_caches(packing: str, capacity: int = 4) -> Any:
-    made = ModelCaches(options.parse({"size": 4, "options": {"packing": packing}}), None)
-    made._plan = fixed_capacity(capacity, [LayerShape(E, 2, 1)])
-    return made
+def stored(
+    packing: str, given: dict[str, torch.Tensor], plain: CPUBackingStore | None = None
+) -> stores.Store:
+    cache = options.parse({"size": 4, "options": {"packing": packing}}).cache
+    return stores.store_of(cache, given, CPU, plain, capacity=4)
 
 
 def test_the_option_reaches_the_cache() -> None:
@@ -48,10 +47,10 @@ def test_a_packed_layer_has_every_bit(is_in_parts: bool, monkeypatch: pytest.Mon
         asked.append((cache.packing, is_full))
         return True
 
-    monkeypatch.setattr(caches, "packs", packs)
-    given, made = tensors(), model_caches("packed12")
+    monkeypatch.setattr(stores, "packs", packs)
+    given = tensors()
     plain = CPUBackingStore.from_tensors(given, pin=False)
-    store = made._store_of(given, CPU, plain if is_in_parts else None)
+    store = stored("packed12", given, plain if is_in_parts else None)
     assert isinstance(store, PackedBackingStore)
     assert asked == [("packed12", False)]
     assert store.host_nbytes < 0.85 * plain.host_nbytes
@@ -66,10 +65,10 @@ def test_on_a_cpu_auto_is_plain_and_packed_is_refused_before_anything_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for packing in ("none", "auto"):
-        store = model_caches(packing)._store_of(tensors(), CPU, None)
+        store = stored(packing, tensors())
         assert type(store) is CPUBackingStore
     plain = CPUBackingStore.from_tensors(tensors(), pin=False)
-    assert model_caches("auto")._store_of(tensors(), CPU, plain) is plain
+    assert stored("auto", tensors(), plain) is plain
     monkeypatch.setattr(refusals, "check_version", lambda: None)
     model = SimpleNamespace(get_num_experts=lambda: E, model="m", enable_sleep_mode=False)
     parallel = SimpleNamespace(enable_expert_parallel=False)
@@ -89,5 +88,5 @@ def test_packing_of_what_is_not_bfloat16_is_refused() -> None:
     given = {name: tensor.half() for name, tensor in tensors().items()}
     message = r"packing: expert_packing 'packed12' packs bfloat16, .* are float16: use .*'none'"
     with pytest.raises(ConfigError, match=message):
-        model_caches("packed12")._store_of(given, CPU, None)
-    assert type(model_caches("auto")._store_of(given, CPU, None)) is CPUBackingStore
+        stored("packed12", given)
+    assert type(stored("auto", given)) is CPUBackingStore

@@ -8,9 +8,7 @@ import torch
 from fake_cudart import FakeRuntime
 from hotexperts.config import CacheConfig
 from hotexperts.errors import HostMemoryError
-from hotexperts.integrations.vllm.caches import ModelCaches
-from hotexperts.integrations.vllm.options import ExpertCacheOptions
-from hotexperts.sizing import LayerShape, fixed_capacity
+from hotexperts.integrations.vllm.stores import store_of
 
 
 @pytest.mark.parametrize("packing", ["none", "packed12"])
@@ -19,8 +17,7 @@ def test_the_refusal_names_the_option_and_what_to_do(
 ) -> None:
     runtime = FakeRuntime(num_granted=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    caches = ModelCaches(ExpertCacheOptions(CacheConfig(2, packing=packing)), config=None)
-    caches._plan = fixed_capacity(2, [LayerShape(4, 2, 4096)])
+    cache = CacheConfig(2, packing=packing)
     tensors = {"w13_weight": torch.randn(4, 32, 64, dtype=torch.bfloat16)}
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **how: self)  # there is no GPU
     wanted = (
@@ -28,5 +25,5 @@ def test_the_refusal_names_the_option_and_what_to_do(
         r"\(CUDA error 2; .*\): raise the limit \(.*\), or leave the cache off$"
     )
     with pytest.raises(HostMemoryError, match=wanted):
-        caches._store_of(tensors, torch.device("cuda"), None)
+        store_of(cache, tensors, torch.device("cuda"), None, capacity=2)
     assert runtime.last_error == 0

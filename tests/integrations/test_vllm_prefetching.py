@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm import options
 from hotexperts.integrations.vllm.caches import ModelCaches
@@ -90,11 +89,12 @@ def test_layers_without_a_gate_are_said_once(caplog: pytest.LogCaptureFixture) -
     assert "no gate is found beside layers.1.mlp.experts: the lift table" in record.message
 
 
-class FakeProvider(DeviceWeightProvider):
+class FakeProvider:
     """Takes part in nothing but who guesses."""
 
     def __init__(self) -> None:
-        self.store: Any = SimpleNamespace(num_experts=E)
+        self.store = SimpleNamespace(num_experts=E)
+        self.lookahead = self
         self.top_k = 0
 
     def guess_by_lift(self, top_k: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -13,6 +15,8 @@ import torch
 
 from hotexperts.cache import CPUBackingStore, ExpertWeightResult
 from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.lift import LiftTable
+from hotexperts.cache.lookahead import Lookahead
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.prefetch import PrefetchLane
 from hotexperts.integrations.vllm.ranks import fingerprint
@@ -45,12 +49,17 @@ def make_layers(num_values: int = 24) -> list[DeviceWeightProvider]:
     return layers
 
 
+def of(layer: DeviceWeightProvider) -> Lookahead:
+    assert layer.lookahead is not None
+    return layer.lookahead
+
+
 def run(layers: Sequence[DeviceWeightProvider], ids: torch.Tensor, guesses: torch.Tensor) -> None:
     """One step; layer l asks for ids[l], after layer l - 1 guessed guesses[l]."""
     for number, layer in enumerate(layers):
         found = layer.prepare(ids[number : number + 1])
         if number + 1 < len(layers):
-            layer.guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
+            of(layer).guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
         rows = found.topk_ids.flatten()
         values = 100 * number + ids[number]
         assert torch.equal(found.tensors.bias[rows].long(), values)
@@ -84,7 +93,7 @@ def test_what_is_guessed_right_is_not_copied_on_demand() -> None:
     for layer in layers[1:]:
         issued, blocks, used, saved = ahead(layer)
         assert issued == used > 6, "up to two a step, all of them wanted"
-        assert blocks == saved == issued * layer.prefetch.blocks_per_row
+        assert blocks == saved == issued * of(layer).prefetch.blocks_per_row
         stats = layer.stats
         assert stats.bytes_moved == stats.misses * layer.store.form.nbytes
         assert (stats.prefetches, stats.prefetch_hits) == (issued, used)
@@ -122,9 +131,10 @@ def test_layers_that_are_guessed_and_on_are_counted() -> None:
     new = total(now.since(then) for now, then in zip(stats, before, strict=True))
     assert new.prefetching_layers == 1, "a state is no count"
     assert new.prefetches == new.prefetch_hits == stats[1].prefetches - before[1].prefetches > 0
-    at_once = torch.stack([layer.counts for layer in layers]).tolist()
+    at_once = torch.stack([layer.counters.now for layer in layers]).tolist()
     pairs = zip(layers, at_once, strict=True)
-    assert [layer.stats_of(counts) for layer, counts in pairs] == stats, "as vLLM's workers publish"
+    published = [layer.counters.stats_of(counts) for layer, counts in pairs]
+    assert published == stats, "as vLLM's workers publish"
     layers[1].reset_stats()
     found = layers[1].stats
     assert (found.prefetches, found.prefetch_bytes, found.prefetching_layers) == (0, 0, 1)
@@ -150,12 +160,11 @@ def test_a_reset_forgets_what_came_ahead() -> None:
     layers = make_layers()
     ids = steps(1, seed=2)[0]
     layers[0].prepare(ids[:1])
-    layers[0].guess_next(lambda: scores_of(ids[1]), ids, 4)
+    of(layers[0]).guess_next(lambda: scores_of(ids[1]), ids, 4)
     layers[1].kernel.switch.zero_()
     layers[1].reset()
     assert layers[1].kernel.switch[Switch.IS_ON] == 1
-    lane = layers[1]._lane
-    assert lane is not None
+    lane = of(layers[1]).lane
     assert (lane.ahead.words == NOBODY).all()
     lane.ahead.buffer.fill_(-7)
     run(layers, ids, torch.full_like(ids, -1).int())
@@ -164,9 +173,15 @@ def test_a_reset_forgets_what_came_ahead() -> None:
 def by_lift(num_values: int = 24) -> list[DeviceWeightProvider]:
     layers = make_layers(num_values)
     for layer in layers:
-        layer.guess_by_lift(4)
-    assert [layer.lift is not None for layer in layers] == [True, True, False]
+        of(layer).guess_by_lift(4)
+    assert [of(layer).lift is not None for layer in layers] == [True, True, False]
     return layers
+
+
+def table_of(layer: DeviceWeightProvider) -> LiftTable:
+    table = of(layer).lift
+    assert table is not None
+    return table
 
 
 def ask(
@@ -177,7 +192,7 @@ def ask(
     for layer, wanted in zip(layers, ids, strict=True):
         with closing(layer.waves(wanted, prefill=prefill)) as waves:
             found.append(next(waves))
-            layer.look_ahead(wanted, wanted, None, prefill=prefill)
+            of(layer).look(wanted, wanted, None, prefill=prefill)
     return found
 
 
@@ -200,13 +215,10 @@ def test_lift_tables_prefetch_what_their_specification_ranks_first() -> None:
         ask(layers, torch.tensor(step, device=DEVICE).unsqueeze(1))
         for layer, then, guessed in zip(layers[1:], before[1:], wanted, strict=True):
             assert ahead(layer)[AheadCounter.ISSUED] - then == len(guessed)
-        lane = layers[0]._lane
-        assert lane is not None
-        experts = lane.ahead.words[0, Word.EXPERTS :].tolist()
+        experts = of(layers[0]).lane.ahead.words[0, Word.EXPERTS :].tolist()
         assert experts[: len(wanted[-1])] == wanted[-1]
     for number, layer in enumerate(layers[:-1]):
-        assert layer.lift is not None
-        counted = layer.lift.counts[:-1, :-1].cpu()
+        counted = table_of(layer).counts[:-1, :-1].cpu()
         assert torch.equal(counted, torch.from_numpy(spec.together[number + 1]))
     assert sum(ahead(layer)[AheadCounter.USED] for layer in layers) > 6
 
@@ -217,8 +229,7 @@ def test_a_prefill_is_counted_and_guesses_nothing() -> None:
     ask(layers, ids, prefill=True)
     assert [ahead(layer)[AheadCounter.ISSUED] for layer in layers] == [0, 0, 0]
     for layer in layers[:-1]:
-        assert layer.lift is not None
-        assert layer.lift.counts[-1, -1] == 9
+        assert table_of(layer).counts[-1, -1] == 9
 
 
 def test_padding_is_neither_counted_nor_guessed_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +246,9 @@ def test_padding_is_neither_counted_nor_guessed_from(monkeypatch: pytest.MonkeyP
         ask(plain, ids[:, :2])
     for one, other in zip(padded, plain, strict=True):
         assert one.slot_of == other.slot_of
-        if one.lift is not None and other.lift is not None:
-            assert torch.equal(one.lift.counts, other.lift.counts)
-            assert one.lift.counts[-1, -1] == 8
+    for one, other in zip(padded[:-1], plain[:-1], strict=True):
+        assert torch.equal(table_of(one).counts, table_of(other).counts)
+        assert table_of(one).counts[-1, -1] == 8
     some, scores = padded[1], torch.zeros(5, NUM_EXPERTS, device=DEVICE)
     absent = [e for e, slot in enumerate(some.slot_of) if slot < 0]
     scores[:, absent[3]] = 1  # but it is padding that says so
@@ -245,16 +256,13 @@ def test_padding_is_neither_counted_nor_guessed_from(monkeypatch: pytest.MonkeyP
     scores[:2, absent[2]] = 0.5
     with closing(padded[0].waves(ids[0])) as waves:
         next(waves)
-        padded[0].look_ahead(ids[0], scores, lambda hidden: hidden)
-    lane = some._lane
-    assert lane is not None
-    assert lane.ahead.words[0, Word.EXPERTS] == absent[2]
+        of(padded[0]).look(ids[0], scores, lambda hidden: hidden)
+    assert of(some).lane.ahead.words[0, Word.EXPERTS] == absent[2]
 
 
 def test_a_layer_that_was_called_alone_is_counted_for_nobody() -> None:
     layers, ids = by_lift(), steps(1, seed=8)[0].unsqueeze(1)
-    table = layers[0].lift
-    assert table is not None
+    table = table_of(layers[0])
     ask(layers[1:], ids[1:])
     ask(layers[:1], ids[:1])
     ask(layers[1:2], ids[1:2].expand(-1, 3, -1))
@@ -267,14 +275,14 @@ def test_a_layer_that_was_called_alone_is_counted_for_nobody() -> None:
 
 def test_a_reset_forgets_lift_tables_and_counters_do_not() -> None:
     layers, ids = by_lift(), steps(1, seed=9)[0].unsqueeze(1)
-    tables = [layer.lift for layer in layers[:-1]]
+    tables = [table_of(layer) for layer in layers[:-1]]
     ask(layers, ids)
     for layer in layers:
         layer.reset_stats()
-    assert [float(t.counts[-1, -1]) for t in tables if t is not None] == [1, 1]
+    assert [float(t.counts[-1, -1]) for t in tables] == [1, 1]
     for layer in layers:
         layer.reset()
-    assert [float(t.counts.sum()) for t in tables if t is not None] == [0, 0]
+    assert [float(t.counts.sum()) for t in tables] == [0, 0]
     assert [layer.lift_nbytes for layer in layers] == [4 * (17 * 17 + 18 * 16)] * 2 + [0]
 
 
@@ -282,9 +290,21 @@ def test_without_a_lane_there_is_no_table() -> None:
     stores = [CPUBackingStore.from_tensors({"w": torch.zeros(4, 8)}, pin=DEVICE == "cuda")] * 2
     first, second = (DeviceWeightProvider(s, 2, policy="lru", device=DEVICE) for s in stores)
     first.next_provider = second
-    first.guess_by_lift(2)
-    assert not first.looks_ahead
-    assert first.lift is None
+    assert first.lookahead is None
+    assert first.lift_nbytes == 0
+
+
+def test_nothing_holds_layers_that_are_dropped() -> None:
+    """Their slots are free at once, though each was told of the next one."""
+    layers = by_lift()
+    ask(layers, steps(1, seed=11)[0].unsqueeze(1))
+    are_there = [weakref.ref(layer) for layer in layers]
+    gc.disable()
+    try:
+        del layers
+        assert [is_there() for is_there in are_there] == [None] * NUM_LAYERS
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu
@@ -307,10 +327,8 @@ def test_lift_tables_learn_inside_a_graph() -> None:
         for number, values in enumerate(found):
             assert torch.equal(values.long(), 100 * number + now[number].flatten())
     for one, other in zip(layers[:-1], eager[:-1], strict=True):
-        assert one.lift is not None
-        assert other.lift is not None
-        assert torch.equal(one.lift.counts, other.lift.counts)
-        assert one.lift.counts[-1, -1] == 40
+        assert torch.equal(table_of(one).counts, table_of(other).counts)
+        assert table_of(one).counts[-1, -1] == 40
 
 
 @pytest.mark.gpu
@@ -331,7 +349,7 @@ def test_prefetches_inside_a_graph() -> None:
         for number, layer in enumerate(layers):
             result = layer.prepare(ids[number : number + 1])
             if number + 1 < NUM_LAYERS:
-                layer.guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
+                of(layer).guess_next(lambda n=number: scores_of(guesses[n + 1]), guesses, 4)
             rows = result.topk_ids.flatten()
             found.append((result.tensors.bias[rows], result.tensors.w[rows].amin(1)))
             found[-1] += (result.tensors.w[rows].amax(1),)

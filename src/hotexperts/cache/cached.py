@@ -17,7 +17,7 @@ from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.slots import GPUSlotManager
 from hotexperts.cache.store import ExpertStore, TieredStore, expect
-from hotexperts.cache.streaming import StreamingProvider
+from hotexperts.cache.streaming import StreamingProvider, through_banks
 from hotexperts.cache.transfer import StreamBanks
 from hotexperts.cache.turn import Turn
 from hotexperts.errors import ConfigError, ExpertCacheOverflow
@@ -203,7 +203,8 @@ class CachedWeightProvider(StreamingProvider):
             with banks.lane.copying(0):
                 self._load(placements, arrived)
             ready = banks.lane.mark()
-            yield from self._through_banks(
+            yield from through_banks(
+                banks,
                 self._slot_waves(topk_ids, ids, row_of_hit, dict(placements), ready),
                 len(parts),
                 lambda part, bank: banks.fill(bank, self.layer, self.store, parts[part].missing),

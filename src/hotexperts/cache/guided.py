@@ -17,6 +17,7 @@ import torch
 from hotexperts.banks import NUM_BANKS, BankPart
 from hotexperts.cache.provider import SLOTS, ExpertWeightResult, Waves
 from hotexperts.cache.store import RowForm
+from hotexperts.cache.streaming import through_banks
 from hotexperts.types import Placement
 
 if TYPE_CHECKING:
@@ -74,10 +75,11 @@ class GuidedPrefill:
             return
         parts = banks.ledger.parts(provider.layer, seen.passed)
         served = self._results(topk_ids, first, parts, seen)
-        provider.count_by_host(num_waves=len(parts))
+        provider.counters.count_by_host(num_waves=len(parts))
         fill_ahead = partial(self._fill_ahead, seen=seen) if seen.next_absent else None
         with banks.lane.ordered():
-            yield from provider._through_banks(
+            yield from through_banks(
+                banks,
                 iter(served[:1]),
                 len(parts),
                 lambda part, bank: self._fill(provider, bank, parts[part].missing),
@@ -89,9 +91,9 @@ class GuidedPrefill:
     def _wait(self, topk_ids: torch.Tensor) -> Seen:
         provider, following = self._provider, self._following()
         num_experts = provider.store.num_experts
-        fields = [provider.passed, self._banks.num_fills]
+        fields = [provider.slots.passed, self._banks.num_fills]
         if following is not None:
-            fields.append(following.slot_of_on_device)
+            fields.append(following.slots.slot_of)
         if provider.tells_pairs:
             ids = topk_ids.flatten().clamp(NOBODY, num_experts).long() - NOBODY
             counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=ids.device)
@@ -120,13 +122,15 @@ class GuidedPrefill:
         banks, layer = self._banks, provider.layer
         if goes_by_engine(provider.store.form):
             banks.fill(bank, layer, provider.store, missing)
-            provider.count_by_host(num_copies=len(missing))
+            provider.counters.count_by_host(num_copies=len(missing))
         elif missing:
             row_of = torch.full((provider.store.num_experts,), NOBODY, dtype=torch.int32)
             for expert, row in missing:
                 row_of[expert] = row
+            assert provider.bank_waves is not None, "it shares the banks"
             with banks.ledger.copying(bank, layer, missing):
-                provider.fill_rows(row_of.to(provider.buffer.device, non_blocking=True), bank)
+                on_device = row_of.to(provider.buffer.device, non_blocking=True)
+                provider.bank_waves.fill_rows(on_device, bank)
 
     def _fill_ahead(self, bank: int, seen: Seen) -> None:
         """What the next layer asks for first if it, too, asks for nearly all."""

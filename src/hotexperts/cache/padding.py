@@ -29,3 +29,8 @@ class TokenCount:
         """Int32 `[1]`: what a call on the current stream is to read."""
         is_captured = self._in_graphs.is_cuda and torch.cuda.is_current_stream_capturing()
         return self._in_graphs if is_captured else self._outside
+
+
+def of_this_call(token_count: TokenCount | None) -> torch.Tensor | None:
+    """What a call on the current stream is to read; None where no token is padding."""
+    return None if token_count is None else token_count.of_this_call()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from hotexperts.cache.lookahead import Lookahead
 
 SLOTS = -1
 
@@ -44,11 +47,12 @@ class ExpertWeightProvider(ABC):
 
     Attributes:
         is_capturable: nothing in a call waits for the device, so a CUDA graph may contain it.
-        looks_ahead: it wants to know each call's input, to fetch for the next layer.
+        lookahead: it wants to know each call's input, to fetch for the next layer; None: nobody
+            does.
     """
 
     is_capturable: bool = False
-    looks_ahead: bool = False
+    lookahead: Lookahead | None = None
 
     @abstractmethod
     def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:

@@ -125,47 +125,48 @@ class StreamingProvider(ExpertWeightProvider):
             return 0
         return self._banks.num_rows
 
-    def _through_banks(
-        self,
-        slot_waves: Iterator[ExpertWeightResult],
-        num_parts: int,
-        fill: Callable[[int, int], None],
-        result: Callable[[int, int], ExpertWeightResult],
-        *,
-        slots_at: int = 0,
-        fill_ahead: Callable[[int], None] | None = None,
-    ) -> Waves:
-        """Waves over the slots, by default while the first banks fill, and one wave a part.
 
-        A bank is filled again only after the compute that reads it; the caller is inside
-        `lane.ordered()`.
+def through_banks(
+    banks: StreamBanks,
+    slot_waves: Iterator[ExpertWeightResult],
+    num_parts: int,
+    fill: Callable[[int, int], None],
+    result: Callable[[int, int], ExpertWeightResult],
+    *,
+    slots_at: int = 0,
+    fill_ahead: Callable[[int], None] | None = None,
+) -> Waves:
+    """Waves over the slots, by default while the first banks fill, and one wave a part.
 
-        Args:
-            slot_waves: made beforehand, lazily.
-            num_parts: parts of what passes by.
-            fill: enqueues the copies of a part into a bank, on the lane.
-            result: what to compute with for a part in a bank.
-            slots_at: the waves over the slots come before this part.
-            fill_ahead: enqueues copies for the next call into a bank that this one has done with.
-        """
-        assert self._banks is not None, "experts that pass by mean capacity < E, which has banks"
-        lane = self._banks.lane
+    A bank is filled again only after the compute that reads it; the caller is inside
+    `lane.ordered()`.
 
-        def fill_part(part: int) -> torch.cuda.Event | None:
-            with lane.copying(part % NUM_BANKS):
-                fill(part, part % NUM_BANKS)
-            return lane.mark()
+    Args:
+        banks: what passes by does so through these.
+        slot_waves: made beforehand, lazily.
+        num_parts: parts of what passes by.
+        fill: enqueues the copies of a part into a bank, on the lane.
+        result: what to compute with for a part in a bank.
+        slots_at: the waves over the slots come before this part.
+        fill_ahead: enqueues copies for the next call into a bank that this one has done with.
+    """
+    lane = banks.lane
 
-        filled: list[Any] = [fill_part(part) for part in range(min(NUM_BANKS, num_parts))]
-        for part in range(num_parts):
-            if part == slots_at:
-                yield from slot_waves
-            lane.compute_after(filled[part])
-            yield result(part, part % NUM_BANKS)
-            if part + NUM_BANKS < num_parts:
-                filled.append(fill_part(part + NUM_BANKS))
-            elif fill_ahead is not None:
-                with lane.copying_ahead(part % NUM_BANKS):
-                    fill_ahead(part % NUM_BANKS)
-        if slots_at >= num_parts:
+    def fill_part(part: int) -> torch.cuda.Event | None:
+        with lane.copying(part % NUM_BANKS):
+            fill(part, part % NUM_BANKS)
+        return lane.mark()
+
+    filled: list[Any] = [fill_part(part) for part in range(min(NUM_BANKS, num_parts))]
+    for part in range(num_parts):
+        if part == slots_at:
             yield from slot_waves
+        lane.compute_after(filled[part])
+        yield result(part, part % NUM_BANKS)
+        if part + NUM_BANKS < num_parts:
+            filled.append(fill_part(part + NUM_BANKS))
+        elif fill_ahead is not None:
+            with lane.copying_ahead(part % NUM_BANKS):
+                fill_ahead(part % NUM_BANKS)
+    if slots_at >= num_parts:
+        yield from slot_waves

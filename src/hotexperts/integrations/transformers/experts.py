@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hotexperts.cache import ExpertWeightProvider, ExpertWeightResult
-from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError, UnsupportedOperationError
 from hotexperts.integrations.transformers import compat
 
@@ -91,10 +90,10 @@ class CachedExperts:
         waves = self.provider.waves(index, prefill=len(index) > PREFILL_MIN_TOKENS)
         with closing(waves):
             first = next(waves)
-            if self.provider.looks_ahead:
-                assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
+            lookahead = self.provider.lookahead
+            if lookahead is not None:
                 is_prefill = len(index) > PREFILL_MIN_TOKENS
-                self.provider.look_ahead(index, hidden, self.guess, prefill=is_prefill)
+                lookahead.look(index, hidden, self.guess, prefill=is_prefill)
             if first.part is None and algorithm != "eager":
                 multiply = _multiply(algorithm, self._proxy(first))
                 return multiply(self._proxy(first), hidden, first.topk_ids, weights)
@@ -212,7 +211,8 @@ def _experts(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
     cached = _layers[layer]
-    if isinstance(cached.provider, DeviceWeightProvider) and cached.provider.keeps_ids:
+    lookahead = cached.provider.lookahead
+    if lookahead is not None and lookahead.keeps_ids:
         index = index.clone()  # compiled code writes something else there before they are counted
     return cached.run(hidden, index, weights)
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.config import Prefetch
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.norms import norm_scale
@@ -89,8 +88,8 @@ def give_guesses(
                 continue
         except UnsupportedModelError as error:
             refused.append(str(error))
-        assert isinstance(cached.provider, DeviceWeightProvider), "kernels prefetch"
-        cached.provider.guess_by_lift(after.top_k)
+        assert cached.provider.lookahead is not None, "where prefetches are asked for, all have one"
+        cached.provider.lookahead.guess_by_lift(after.top_k)
     if refused:
         others = f" (and {len(refused) - 1} more)" if refused[1:] else ""
         log.warning("expert cache: prefetch 'router' guesses by 'lift': %s%s", refused[0], others)

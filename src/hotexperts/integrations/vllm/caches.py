@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotexperts.cache import CPUBackingStore
-from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.cache.device_mode import ChosenMode
-from hotexperts.cache.host_memory import PageLockError
-from hotexperts.cache.packed_store import (
-    PackedBackingStore,
-    check_packable,
-    describe_packing,
-    packs,
-)
+from hotexperts.cache.packed_store import describe_packing
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError
@@ -33,8 +24,9 @@ from hotexperts.integrations.vllm.chunks import Repacked, repack_in_parts
 from hotexperts.integrations.vllm.experts import CachedFusedExperts
 from hotexperts.integrations.vllm.options import ExpertCacheOptions, flag
 from hotexperts.integrations.vllm.prefetching import give_guesses
-from hotexperts.integrations.vllm.providers import Providers, Store
+from hotexperts.integrations.vllm.providers import Providers
 from hotexperts.integrations.vllm.self_test import SelfTest, is_wanted
+from hotexperts.integrations.vllm.stores import Store, shape_of, store_of
 from hotexperts.integrations.vllm.trace import Recorder, recorder_for
 from hotexperts.integrations.vllm.weights import hide_parameters, kernel_of, per_expert_parameters
 from hotexperts.sizing import LayerShape, SizePlan, fixed_capacity
@@ -132,7 +124,8 @@ class ModelCaches:
         if self._plan is None:
             self._plan = self._make_plan(layer, tensors, here)
             self.recorder = recorder_for(self)
-        store = self._store_of(tensors, device, None if repacked is None else repacked.store)
+        plain = None if repacked is None else repacked.store
+        store = store_of(self.options.cache, tensors, device, plain, capacity=self._plan.capacity)
         self.stores[layer.layer_name] = store
         is_tested = repacked is None and is_wanted(self.options.self_test, layer, parameters)
         prefill_tokens = self.options.prefill_tokens
@@ -232,27 +225,9 @@ class ModelCaches:
 
     def _give_tables(self) -> None:
         for name in self._guess_by_lift:
-            provider = self.layers[name].provider
-            assert isinstance(provider, DeviceWeightProvider), "kernels prefetch"
-            provider.guess_by_lift(self.top_k)
-
-    def _store_of(
-        self, tensors: dict[str, torch.Tensor], device: torch.device, plain: CPUBackingStore | None
-    ) -> Store:
-        """Of a layer's tensors, which are in a plain store already where one is given."""
-        assert self._plan is not None, "made when the first layer came"
-        is_gpu = device.type == "cuda"
-        mode = ChosenMode("device", None) if is_gpu else ChosenMode("host", "host: no CUDA device")
-        is_full = self._plan.capacity >= len(next(iter(tensors.values())))
-        try:
-            check_packable(self.options.cache, [ExpertLayout.of(tensors)[0]])
-            if packs(self.options.cache, mode, device, is_full=is_full):
-                return PackedBackingStore.from_tensors(tensors, device, pin=is_gpu)
-            return plain or CPUBackingStore.from_tensors(tensors, pin=is_gpu)
-        except PageLockError as error:
-            raise error.needed_by(flag("size"), "leave the cache off") from error
-        except ConfigError as error:
-            raise ConfigError(f"{flag('options')}: packing: {error}") from error
+            lookahead = self.layers[name].provider.lookahead
+            assert lookahead is not None, "where prefetches are asked for, all have one"
+            lookahead.guess_by_lift(self.top_k)
 
     def _make_plan(
         self, layer: Any, tensors: dict[str, torch.Tensor], here: torch.Tensor
@@ -279,8 +254,3 @@ class ModelCaches:
     def _capacity(self, store: Store) -> int:
         assert self._plan is not None, "made when the first layer came"
         return min(self._plan.capacity, store.num_experts)
-
-
-def shape_of(store: Store, top_k: int) -> LayerShape:
-    """What sizes are reckoned from."""
-    return LayerShape(store.num_experts, top_k, store.layout.row_nbytes)

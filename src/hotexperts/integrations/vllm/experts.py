@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hotexperts.cache import ExpertWeightResult
-from hotexperts.cache.device import DeviceWeightProvider
+from hotexperts.cache.lookahead import Lookahead
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import UnsupportedModelError
 from hotexperts.integrations.vllm.compat import takes_ids, tuned_for
@@ -71,8 +71,8 @@ class CachedFusedExperts:
         waves = self.provider.waves(ids, prefill=ids.shape[0] > self._prefill_tokens)
         with closing(waves):
             first = next(waves)
-            if self.provider.looks_ahead:
-                self._look_ahead(ids, call["hidden_states"])
+            if self.provider.lookahead is not None:
+                self._look_ahead(self.provider.lookahead, ids, call["hidden_states"])
             if first.part is None:
                 self._run(call, first)
             elif self._rows is not None:
@@ -80,20 +80,19 @@ class CachedFusedExperts:
             else:
                 self._sum_of_waves(call, itertools.chain([first], waves))
 
-    def _look_ahead(self, ids: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _look_ahead(self, lookahead: Lookahead, ids: torch.Tensor, hidden: torch.Tensor) -> None:
         from hotexperts.integrations.vllm.prefetching import (
             may_be_routed,
             spans_layers,
             warn_of_quantised_inputs,
         )
 
-        assert isinstance(self.provider, DeviceWeightProvider), "kernels prefetch"
         if spans_layers():
             guess = self.guess if may_be_routed(hidden) else None
-            if guess is None and self.guess is not None and self.provider.lift is None:
+            if guess is None and self.guess is not None and lookahead.lift is None:
                 warn_of_quantised_inputs()
             is_prefill = ids.shape[0] > self._prefill_tokens
-            self.provider.look_ahead(ids, hidden, guess, prefill=is_prefill)
+            lookahead.look(ids, hidden, guess, prefill=is_prefill)
 
     def _sum_of_rows(
         self, call: dict[str, Any], waves: Iterator[ExpertWeightResult], rows: KeptRows

@@ -41,7 +41,7 @@ class Publisher:
             counts, self._on_its_way = self._on_its_way[0].tolist(), None
             providers = self._device_providers()
             pairs = zip(providers, counts, strict=True)
-            self._publish({name: p.stats_of(c).as_dict() for (name, p), c in pairs})
+            self._publish({name: p.counters.stats_of(c).as_dict() for (name, p), c in pairs})
         now = time.monotonic()
         if now < self._due or self._on_its_way is not None:
             return
@@ -65,7 +65,7 @@ class Publisher:
     def _start_copy(
         providers: list[DeviceWeightProvider],
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        counts = torch.stack([provider.counts for provider in providers])
+        counts = torch.stack([provider.counters.now for provider in providers])
         target = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         target.copy_(counts, non_blocking=True)
         event = torch.cuda.Event()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from hotexperts.cache import CachedWeightProvider, CPUBackingStore, StreamBanks
+from hotexperts.cache import CachedWeightProvider, StreamBanks
 from hotexperts.cache.device import DeviceWeightProvider
-from hotexperts.cache.packed_store import PackedBackingStore
 from hotexperts.cache.padding import TokenCount
 from hotexperts.cache.prefetch import PrefetchLane, num_programs_for
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import CacheConfig
 from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.vllm.stores import Store
 from hotexperts.sizing import bank_rows
-
-Store: TypeAlias = "CPUBackingStore | PackedBackingStore"
 
 
 class Providers:

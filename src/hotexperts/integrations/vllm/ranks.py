@@ -103,7 +103,7 @@ def fingerprint(provider: StreamingProvider) -> torch.Tensor:
         return torch.tensor(zlib.crc32(known.encode()))
     # How far prefetches came is a matter of time, and each rank has its own.
     counters = provider.kernel.counters[: Counter.AHEAD]
-    words = torch.cat([provider.words.long(), counters])
+    words = torch.cat([provider.slots.words.long(), counters])
     # Each word has a factor of its own, so that words that changed places are seen.
     mixed = words * (torch.arange(1, 2 * len(words), 2, device=words.device) * FACTOR)
     return ((mixed ^ (mixed >> 31)) * FACTOR).sum()
