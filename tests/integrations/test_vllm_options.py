@@ -138,6 +138,7 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),
         ({"size": 4, "options": {"state": 3}}, "state is 3: give the name of a file"),
         ({"size": 4, "options": {"state": "/"}}, "state is '/': give the name of a file"),
+        ({"size": 4, "options": {"state": "/dev/null"}}, "state is '/dev/null': give the name of"),
         ({"size": 4, "options": {"prefill_tokens": 0}}, "prefill_tokens is 0: give at least 1"),
         ({"size": 4, "options": {"packing": "zip"}}, "^--moe-expert-cache-options: packing: exp"),
         ({"slots": 4}, r"\['slots'\]: use size, gib, policy, options"),

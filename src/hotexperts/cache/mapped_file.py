@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 
 class MappedFile:
@@ -26,7 +27,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 # Read-only: the system promises memory for every page that may be written.
                 self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ import torch
 
 from hotexperts.errors import CheckpointError, StorageError
 from hotexperts.formats import ExpertLayout, TensorSpec
+from hotexperts.plain_file import plain
 
 ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and addresses
 WRITTEN = 1 << 32
@@ -55,7 +56,7 @@ class SourceFile(NamedTuple):
             CheckpointError: it cannot be read.
         """
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 prefix = file.read(8)
                 header = file.read(min(int.from_bytes(prefix, "little"), _MOST_HEADER_BYTES))
             status = path.stat()
@@ -113,7 +114,7 @@ class PackHeader:
             StorageError: it cannot be read.
         """
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 prefix = file.read(_PREFIX.size)
                 magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
                 if magic != MAGIC or length > _MOST_HEADER_BYTES:
@@ -220,7 +221,7 @@ def is_pack(path: Path) -> bool:
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with plain(path).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise cannot_read(path, error) from error

@@ -28,6 +28,7 @@ from hotexperts.config import (
 )
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.plain_file import other_than_file
 
 DEFAULT_RAM_SHARE = 0.5  # of the free memory, for experts on disk: the page cache is not needed
 AUTO_SHARE = (
@@ -185,6 +186,8 @@ def _on_disk(
 
 
 def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackFile:
+    if (kind := other_than_file(path)) is not None:
+        raise CheckpointError(f"{path}: {kind} is there, and no pack: name a file (--expert-pack)")
     if not path.is_file():
         raise CheckpointError(
             f"{path}: there is no pack of this checkpoint: make it once with `hotexperts pack` and "

@@ -21,12 +21,16 @@ def start_warm(caches: ModelCaches, rank: int) -> None:
 
     A file that does not fit any more starts an empty cache with a warning: a server must not stay
     down for it. So do files of ranks that were saved after different steps.
+
+    Raises:
+        ConfigError: a pipe, a device or a folder has the file's name.
     """
     caches.has_started, caches.rank = True, rank
     parallel = caches.config.parallel_config
     path = state_path(caches.options.state, parallel, rank)
     if path is None:
         return
+    warm_start.check_file(path)
     is_warm = _load(path, caches)
     if not parallel.enable_expert_parallel and not same_on_all_ranks(caches.providers.values()):
         for provider in caches.providers.values():
