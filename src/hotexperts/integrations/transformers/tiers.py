@@ -27,6 +27,7 @@ from hotexperts.config import (
     round_up_gib,
 )
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
+from hotexperts.integrations.transformers.identity import quantisation_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.plain_file import other_than_file
 
@@ -123,7 +124,8 @@ def pack_header(found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackHe
         CheckpointError: a file of the checkpoint cannot be read.
     """
     layers = [PackedLayer(layer.name, layer.num_experts, layer.layout) for layer in found]
-    return PackHeader(tuple(layers), tuple(SourceFile.of(file) for file in files))
+    sources = tuple(SourceFile.of(file) for file in files)
+    return PackHeader(tuple(layers), sources, quantisation_digest(files))
 
 
 def pack_path(cache: CacheConfig, found: Sequence[ExpertsModule], files: Sequence[Path]) -> Path:
@@ -196,6 +198,7 @@ def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]
         )
     pack = PackFile(path)
     pack.header.check_sources(path, files)
+    pack.header.check_quantisation(path, quantisation_digest(files))
     wanted = [(layer.name, layer.num_experts, layer.layout) for layer in found]
     for layer, packed in zip(wanted, pack.header.layers, strict=False):
         if layer != tuple(packed):
