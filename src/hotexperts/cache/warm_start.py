@@ -32,7 +32,7 @@ class About:
         policy: its name.
         mode: who manages the caches: "host" or "device".
         capacity: slots a layer.
-        model: a digest of the model's weights; None where the engine has none.
+        model: a digest of the model's weights; None where nobody has made one.
     """
 
     policy: str

@@ -20,10 +20,10 @@ from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
 from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.identity import model_digest
 from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
-from hotexperts.integrations.transformers.identity import model_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
 from hotexperts.integrations.transformers.prefetching import give_guesses
 from hotexperts.sizing import (

@@ -27,8 +27,8 @@ from hotexperts.config import (
     round_up_gib,
 )
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
-from hotexperts.integrations.transformers.identity import quantisation_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.quantisation import quantisation_digest
 from hotexperts.plain_file import other_than_file
 
 DEFAULT_RAM_SHARE = 0.5  # of the free memory, for experts on disk: the page cache is not needed

@@ -71,6 +71,7 @@ class ModelCaches:
         # Where the next layer is repacked, and how many experts at a time; None: whole.
         self.in_parts: tuple[torch.device, int] | None = None
         self.rank = 0  # of all workers
+        self.digest: str | None = None  # of this rank's weights, where a state is kept
         self.has_started = False  # what the slots hold is what requests asked for
         self.is_in_step = False  # or one was interrupted: what is known may be half of it
         self.num_steps = 0  # since then
