@@ -275,6 +275,7 @@ class ModelCaches:
             here.device,
             experts_nbytes=len(here) * layout.row_nbytes,
             most=None if self._target is None else self._target.capacity or None,
+            prefetch=self.options.cache.prefetch,
         )
 
     def _capacity(self, store: Store) -> int:
