@@ -35,7 +35,18 @@ class MappedFile:
         self.bytes = _as_tensor(self._pages)
 
     def view(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes from `begin` to `end` as numbers; a copy where torch cannot view them."""
+        """The bytes from `begin` to `end` as numbers; a copy where torch cannot view them.
+
+        Raises:
+            CheckpointError: the file has become shorter: reading what is gone ends the process.
+                One that is cut between this and the reading still does.
+        """
+        size = self._pages.size()  # one call of the system, a microsecond at most
+        if size < len(self._pages):
+            raise CheckpointError(
+                f"{self.path}: had {len(self._pages)} bytes when it was opened, and has {size}: "
+                "restore it, start anew, and leave it alone while the model runs"
+            )
         flat = self.bytes[begin:end]
         if begin % dtype.itemsize:
             flat = flat.clone()
