@@ -213,10 +213,9 @@ def test_a_file_that_is_cut_while_its_model_runs_is_named(damaged: Path) -> None
     """And what is there again is read again."""
     cached = load(damaged, 2, expert_store="file")
     before = logits(cached)
-    sizes = {file: file.stat().st_size for file in damaged.glob("*.safetensors")}
-    whole = {file: file.read_bytes() for file in sizes}
-    for file in sizes:
-        os.truncate(file, 8)
+    whole = {file: file.read_bytes() for file in damaged.glob("*.safetensors")}
+    for file, content in whole.items():
+        os.truncate(file, len(content) - 1)  # Transformers, too, has them mapped for a CPU
     with pytest.raises(
         CheckpointError, match=r"safetensors: had \d+ bytes when it was opened, and"
     ):
