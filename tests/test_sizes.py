@@ -91,6 +91,16 @@ def test_a_budget_becomes_the_most_slots_that_fit() -> None:
     assert capacity_for_budget(10**9, 0, LAYERS).capacity == 16
 
 
+def test_a_budget_holds_what_prefetches_take() -> None:
+    # of 42,750 after the reserve 42,000 are slots and banks, 500 the rest: 250 are left
+    assert capacity_for_budget(45_000, 500, LAYERS, prefetch_bytes=250).capacity == 10
+    plan = capacity_for_budget(45_000, 500, LAYERS, prefetch_bytes=251)
+    assert plan.capacity == 9
+    assert "751 B (other weights, KV, workspace, prefetch)" in plan.reason
+    with pytest.raises(ConfigError, match=r"and the rest \(900 B\) need"):
+        capacity_for_budget(10_000, 500, LAYERS, prefetch_bytes=400)
+
+
 def test_a_budget_below_one_token_is_refused_with_the_sum() -> None:
     with pytest.raises(ConfigError, match=r"holds 1 slots a layer, the model uses 4 experts"):
         capacity_for_budget(10_000, 500, LAYERS)

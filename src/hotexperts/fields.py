@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hotexperts.errors import HotExpertsError
+from hotexperts.plain_file import plain
 
 _MOST_BYTES = 64 << 20
 _MOST_COUNT = 2**63
@@ -121,7 +122,7 @@ def read_fields(path: Path) -> Fields | list[Fields]:
         FieldError: too large, no JSON, or something else.
         OSError: it cannot be read.
     """
-    if path.stat().st_size > _MOST_BYTES:
+    if plain(path).stat().st_size > _MOST_BYTES:
         raise FieldError(f"{path} has over {_MOST_BYTES >> 20} MiB, as no report has: {_GIVE}")
     try:
         found = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_number)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.ASCII)
 _MOST_FILES = 1000
@@ -121,7 +122,7 @@ def read_header(path: Path) -> Any:
 
     try:
         with np.errstate(over="raise"):
-            return Reader(path)
+            return Reader(plain(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}: name a file that can be read"

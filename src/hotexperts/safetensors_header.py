@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 _MOST_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
@@ -48,7 +49,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         CheckpointError: missing, truncated or corrupt.
     """
     try:
-        with path.open("rb") as file:
+        with plain(path).open("rb") as file:
             size = path.stat().st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")

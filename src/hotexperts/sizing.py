@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hotexperts.config import format_bytes, round_up_bytes
@@ -13,6 +13,8 @@ DEFAULT_BANK_ROWS = 8
 MIN_DEMAND_TO_BYPASS = 32  # fewer experts save less than the wave costs that serves who passes by
 # Of vLLM: CUDA context, its libraries, and captured graphs: 0.5 to 0.7 GB on an H200.
 CONTEXT_NBYTES = 768 << 20
+AHEAD_ROWS = 2  # of prefetches: a layer's compute hides the copy of one or two experts
+_FLOAT_NBYTES = 4
 _ROWS_PER_PAIR = 4  # two workspaces of vLLM's, the rows kept of all waves, and one more while added
 
 
@@ -55,6 +57,21 @@ def banks_nbytes(layers: Sequence[LayerShape], capacity: int) -> int:
     return 2 * sum(count * row_nbytes for row_nbytes, count in rows.items())
 
 
+def ahead_nbytes(row_nbytes: Iterable[int]) -> int:
+    """Bytes of the rows that prefetches fill, shared by the layers of a kind of row.
+
+    Args:
+        row_nbytes: of each kind.
+    """
+    return AHEAD_ROWS * sum(row_nbytes)
+
+
+def lift_nbytes(num_before: int, num_after: int) -> int:
+    """Bytes of one lift table: counts and scores of two layers' experts (`cache/lift.py`)."""
+    counts = (num_before + 1) * (num_after + 1)
+    return _FLOAT_NBYTES * (counts + (num_before + 2) * num_after)
+
+
 def fixed_capacity(num_slots: int, layers: Sequence[LayerShape]) -> SizePlan:
     """A number of slots that the user chose.
 
@@ -71,20 +88,22 @@ def fixed_capacity(num_slots: int, layers: Sequence[LayerShape]) -> SizePlan:
 
 
 def capacity_for_budget(
-    budget_bytes: int, other_bytes: int, layers: Sequence[LayerShape]
+    budget_bytes: int, other_bytes: int, layers: Sequence[LayerShape], *, prefetch_bytes: int = 0
 ) -> SizePlan:
     """The most slots, equal for every layer, that a GPU budget holds.
 
-    slots = (budget - other - banks - 5 %) / (bytes of one slot in every layer), at most E.
+    slots = (budget - 5 % - other - prefetch - banks) / (bytes of a slot in all layers), at most E.
 
     Args:
         budget_bytes: for weights, slots, banks, KV cache and workspace together.
-        other_bytes: all of these but slots and banks.
+        other_bytes: all of these but slots, banks and prefetches.
         layers: the MoE layers.
+        prefetch_bytes: of rows and tables of prefetches; 0 without.
 
     Raises:
         ConfigError: fewer slots than experts a token would fit; the message has the sum.
     """
+    other_bytes += prefetch_bytes
     slot_bytes = sum(shape.row_nbytes for shape in layers)
     most = min(shape.num_experts for shape in layers)
     least = _least_capacity(layers)
@@ -101,7 +120,8 @@ def capacity_for_budget(
         raise ConfigError(_too_small(budget_bytes, other_bytes, layers, capacity))
     reason = (
         f"{capacity} slots a layer: {format_bytes(budget_bytes)} - 5 % - "
-        f"{format_bytes(other_bytes)} (other weights, KV, workspace) - "
+        f"{format_bytes(other_bytes)} (other weights, KV, workspace"
+        f"{', prefetch' if prefetch_bytes else ''}) - "
         f"{format_bytes(banks_nbytes(layers, capacity))} (banks) over "
         f"{format_bytes(slot_bytes)} a slot in {len(layers)} layers"
     )

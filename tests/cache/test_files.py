@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ def test_released_pages_are_read_again(tmp_path: Path) -> None:
     assert torch.equal(view, source)
     file.release("w")
     assert torch.equal(view, source)
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_is_named(tmp_path: Path) -> None:
+    """Before its bytes are touched, which would end the process."""
+    path = write(tmp_path / "m.safetensors", {"w": torch.randn(64, 1024)})
+    file, size = SafetensorsFile(path), path.stat().st_size
+    assert file.tensor("w").shape == (64, 1024)
+    os.truncate(path, size - 1)
+    message = rf"m\.safetensors: had {size} bytes when it was opened, and has {size - 1}: restore"
+    with pytest.raises(CheckpointError, match=message):
+        file.tensor("w")
+    os.truncate(path, size + 1)  # what is there is all there
+    assert file.tensor("w").shape == (64, 1024)
 
 
 def test_reading_agrees_with_the_safetensors_package(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hotexperts.cache import lift
 from hotexperts.cache.lift import LiftTable
 from hotexperts.predict import popularity
 from hotexperts.predict.cross_lift import CrossLift
+from hotexperts.sizing import lift_nbytes
 from simulate.test_recorded import QWEN, needs_traces, recorded
 
 E, K = 24, 3
@@ -21,6 +22,12 @@ E, K = 24, 3
 
 def made(num_experts: int = E, top_k: int = K) -> tuple[LiftTable, CrossLift]:
     return LiftTable(num_experts, num_experts, top_k, "cpu"), CrossLift(2, num_experts, top_k)
+
+
+def test_a_table_takes_what_a_budget_counts() -> None:
+    for before, after in ((24, 24), (7, 12)):
+        assert LiftTable(before, after, K, "cpu").nbytes == lift_nbytes(before, after)
+    assert lift_nbytes(7, 12) == 4 * (8 * 13 + 9 * 12)
 
 
 def drawn(num_tokens: int, seed: int, num_experts: int = E, top_k: int = K) -> torch.Tensor:

@@ -160,9 +160,11 @@ def test_a_link_stays_and_its_state_is_written_where_it_leads(tmp_path: Path) ->
 
 def test_a_device_is_not_replaced_by_a_state(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe is no file: name another one"):
+    with pytest.raises(ConfigError, match="pipe: a pipe is there: name a file"):
         warm_start.save(tmp_path / "pipe", {}, ABOUT)
     assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(CheckpointError, match=r"cannot read .*pipe \(a pipe is there, and a file"):
+        warm_start.load(tmp_path / "pipe", {}, ABOUT)
 
 
 def test_an_interrupt_while_a_state_is_saved_leaves_the_one_before(

@@ -115,6 +115,27 @@ def test_a_shape_repeats_a_recording(tiny_shape: str, tmp_path: Path, cli: Cli) 
     ], "hits are the routing's, and do not change"
 
 
+@pytest.mark.interpret
+def test_a_shape_s_ids_say_what_follows_them(
+    tiny_shape: str, kernel_device: str, tmp_path: Path, cli: Cli
+) -> None:
+    """The lift table needs no router: what was recorded is enough."""
+    saved_trace(tmp_path / "t.npz", num_tokens=10)
+    argv = ("bench", "--shape", tiny_shape, "--layers", 2, "--traces", tmp_path, "--sequences", 1)
+    argv += ("--expert-cache-size", 4, "--prompt-tokens", 3, "--steps", 3, "--json")
+    argv += ("--cache-mode", "device", "--device", kernel_device)
+    off, lift = (cli(*argv, *more).json["rows"][-1] for more in ((), ("--prefetch", "lift")))
+    assert (lift["prefetch"], lift["verified"]) == ("lift", True)
+    assert lift["warm"]["prefetches_per_step"] >= lift["warm"]["prefetch_hits_per_step"] > 0
+    assert lift["warm"]["hit_rate"] == off["warm"]["hit_rate"], "the policy decides as without"
+
+
+def test_what_vllm_runs_takes_no_prefetch_of_ours(cli: Cli) -> None:
+    command = ("bench", "--shape", "gpt-oss-20b", "--device", "cuda", "--prefetch", "lift")
+    said = "--prefetch cannot be had with --shape gpt-oss-20b, which vLLM runs: leave it out"
+    assert_one_line(cli(*command), said)
+
+
 def test_without_traces_routing_is_drawn(tiny_shape: str, cli: Cli) -> None:
     data = bench(cli, "--shape", tiny_shape, "--expert-cache-size", 4, "--sequences", 1)
     assert data["routing"] == "drawn, fitted"
@@ -277,7 +298,15 @@ def test_what_kernels_cannot_do_is_refused_before_a_weight_is_drawn(
         (["--shape", "gpt-oss-20b"], "--device cannot be had with --shape gpt-oss-20b, which vLLM"),
         (["--shape", "OLMoE-1B-7B", "--domain", "code"], "--domain is for a model: leave it out"),
         (["--shape", "OLMoE-1B-7B", "--dtype", "float32"], "--dtype is for a model: leave it out"),
-        (["--shape", "OLMoE-1B-7B", "--prefetch", "router"], "--prefetch is for a model: leave it"),
+        (
+            ["--shape", "OLMoE-1B-7B", "--prefetch", "router"],
+            "--prefetch router says nothing of --shape OLMoE-1B-7B, whose routers repeat what was "
+            "recorded and guess nothing: take --prefetch lift, which goes by ids, or a model",
+        ),
+        (
+            ["--shape", "OLMoE-1B-7B", "--prefetch", "lift"],
+            "prefetch 'lift' runs in kernels, which do not work here (host: no CUDA device)",
+        ),
         (["--shape", "OLMoE-1B-7B", "--layers", 99], "--layers 99: give 1 to 16"),
         (["--shape", "OLMoE-1B-7B", "--traces", "nowhere"], "--traces nowhere: no such file or"),
         (["--domain", "poetry"], "--domain 'poetry': give one of prose, code, mathematics"),

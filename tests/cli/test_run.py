@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cli.conftest import CHARACTERS, Cli, save_tokenizer
 from hotexperts.cli.generate import Session
+from hotexperts.errors import StorageError
 from hotexperts.integrations.transformers.pieces import TextPieces
 from hotexperts.policy import DEFAULT_POLICY
 from integrations import zoo
@@ -323,10 +325,50 @@ def test_a_state_makes_the_next_run_warm(
     refused = cli(*arguments, "--policy", "lru", "--expert-cache-state", state)
     assert refused.status == 2
     assert "saved with policy adv, and this cache has lru: take that one (--policy)" in refused.err
-    for name, message in ((tmp_path, "is a folder"), (tmp_path / "no/s", "no such folder")):
+    os.mkfifo(tmp_path / "pipe")  # which nobody else opens: not to be waited for
+    for name, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no/s", "no such folder"),
+        (tmp_path / "pipe", f"--expert-cache-state {tmp_path}/pipe: a pipe is there: name a file"),
+    ):
         early = cli(*arguments, "--expert-cache-state", name)
         assert (early.status, early.out) == (2, "")
         assert message in early.err
+
+
+def _breaking_off(error: BaseException, text: str) -> Any:
+    """In place of `Session.answer`: text comes, and then an error."""
+
+    def answer(self: Session, prompt: str, emit: Any, *, echo: bool = False) -> Any:
+        for piece in text:
+            emit(piece)
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("half an ans", "half an ans\n"), ("a line\n", "a line\n"), ("", "")]
+)
+def test_an_error_in_mid_answer_has_a_line_of_its_own(
+    text: str, shown: str, saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "answer", _breaking_off(StorageError("gone"), text))
+    result = cli("run", saved_model, "--prompt", PROMPT, *CPU)
+    assert (result.status, result.out) == (2, shown)
+    assert result.err == "error: gone\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\nexit\n"))
+    result = cli("run", saved_model, "--interactive", *CPU)
+    assert (result.status, result.out.removeprefix("> ")) == (0, shown)
+    assert "error: gone\n" in result.err
+
+
+def test_an_interrupt_in_mid_answer_ends_the_line(
+    saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "answer", _breaking_off(KeyboardInterrupt(), "half"))
+    result = cli("run", saved_model, "--prompt", PROMPT, *CPU)
+    assert (result.status, result.out) == (130, "half\n")
 
 
 def test_counters_are_served_while_it_runs(saved_model: Path, cli: Cli) -> None:

@@ -267,7 +267,10 @@ def test_bad_options(prompts: Path, tmp_path: Path, cli: Cli) -> None:
         (out, "give --prompts FILE with one prompt a line, or --synthetic KIND"),
         (("--prompts", prompts), "give --out FILE.npz"),
         (("--prompts", tmp_path / "no.txt", *out), "no.txt cannot be read (No such file or dir"),
-        (("--prompts", tmp_path, *out), "cannot be read (Is a directory): give a file"),
+        (
+            ("--prompts", tmp_path, *out),
+            "cannot be read (a folder is there, and a file was wanted): give a file",
+        ),
         (("--prompts", empty, *out), "empty.txt holds no text: give one prompt a line"),
         (("--prompts", latin, *out), "latin.txt is not valid utf-8: give it in that"),
         (("--prompts", prompts, "--out", tmp_path / "a/t.npz"), "no such folder: make it"),

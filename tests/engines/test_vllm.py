@@ -306,3 +306,4 @@ def test_a_restart_is_warm(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert warm_tokens == cold_tokens
     assert cold_misses > 0
     assert warm_misses == 0
+    assert len(json.loads(Path(state).read_text())["model"]) == 16, "which model it is of"

@@ -13,16 +13,18 @@ from transformers import AutoModelForCausalLM
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
 import hotexperts.transformers as hot
+from hotexperts import sizing
 from hotexperts.cache import packed_store
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import ConfigError
-from hotexperts.integrations.transformers import compat
+from hotexperts.integrations.transformers import build, compat
 from hotexperts.integrations.transformers.experts import _capturable_op
 from hotexperts.integrations.transformers.prefetching import NextExperts
 from hotexperts.integrations.transformers.recording import RoutingRecorder
 from hotexperts.kernels.gather.packed12 import Packed12
 from hotexperts.kernels.plan import Counter
 from hotexperts.predict.cross_lift import CrossLift
+from hotexperts.sizing import SizePlan
 from integrations import zoo
 
 pytest.importorskip("triton")
@@ -36,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("olmoe", tmp_path_factory.mktemp("olmoe"))
 
 
-def load(path: Path, size: int, mode: str, **options: Any) -> Any:
+def load(path: Path, size: int | str, mode: str, **options: Any) -> Any:
     return hot.load(path, expert_cache_size=size, cache_mode=mode, device=DEVICE, **options)
 
 
@@ -266,6 +268,40 @@ def routers_that_want_more(monkeypatch: pytest.MonkeyPatch) -> str:
     more = lambda self, hidden_states, bias=None: original(self, hidden_states)  # noqa: E731
     monkeypatch.setattr(OlmoeTopKRouter, "forward", more)
     return "gives more than hidden states to the router of model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "lacking"),
+    [
+        ("off", None),
+        ("lift", None),
+        ("router", None),
+        ("router", without_routers),
+        ("router", routers_that_want_more),
+    ],
+)
+def test_a_budget_counts_just_what_prefetches_take(
+    prefetch: str, lacking: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking is not None:
+        lacking(monkeypatch)
+    counted: list[int] = []
+
+    def capacity_for_budget(*args: Any, prefetch_bytes: int) -> SizePlan:
+        counted.append(prefetch_bytes)
+        return sizing.capacity_for_budget(*args, prefetch_bytes=prefetch_bytes)
+
+    monkeypatch.setattr(build, "capacity_for_budget", capacity_for_budget)
+    model = load(checkpoint, "1GiB", "device", prefetch=prefetch)
+    cache = model.expert_cache
+    lanes = {provider._lane for provider in cache.providers} - {None}
+    scales = (len(cache.providers) - 1) * model.config.hidden_size * model.dtype.itemsize
+    taken = sum(lane.nbytes for lane in lanes) + cache.lift_nbytes
+    taken += scales if prefetch == "router" and lacking is None else 0
+    assert counted == [taken]
+    assert (cache.lift_nbytes > 0) == (prefetch == "lift" or lacking is not None)
+    assert (taken > 0) == (prefetch != "off")
+    assert ("workspace, prefetch)" in cache.reason) == (prefetch != "off")
 
 
 @pytest.mark.parametrize("lacking", [without_routers, routers_that_want_more])

@@ -181,8 +181,9 @@ def test_a_folder_or_a_pipe_is_no_pack(checkpoint: Path, tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")  # which nobody else opens: not to be waited for
     with pytest.raises(ConfigError, match="is there and is no pack: name another file"):
         hot.pack(checkpoint, expert_pack=tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="there is no pack of this checkpoint: make it once"):
-        load(checkpoint, expert_store="disk", expert_pack=tmp_path)
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "a pipe")):
+        with pytest.raises(CheckpointError, match=f"{kind} is there, and no pack: name a file"):
+            load(checkpoint, expert_store="disk", expert_pack=path)
 
 
 def test_auto_goes_by_the_free_memory_and_says_so(

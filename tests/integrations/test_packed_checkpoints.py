@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from safetensors.torch import load_file
 
 import hotexperts.transformers as hot
 from hotexperts.bench.sources import resident_model
+from hotexperts.cache.pack_format import PackHeader
 from hotexperts.cache.quantised import QuantisedStore
+from hotexperts.errors import CheckpointError
 from integrations import packed_checkpoints as packed
 from integrations import zoo
 from integrations.packed_checkpoints import FORMATS, SHUFFLED, SHUFFLED_ZEROS
@@ -84,6 +88,41 @@ def test_elsewhere_they_are_dequantised_too(name: str, store: str, tmp_path: Pat
     model = load(folder, expert_store=store, **where)
     assert model.expert_cache.store == store
     check_same(model, resident(plain))
+
+
+def test_a_pack_knows_how_the_checkpoint_s_bytes_were_read(tmp_path: Path) -> None:
+    """Of other zero points the files' sizes, times and headers say nothing."""
+    folder, plain = packed.build(tmp_path, FORMATS["gptq-zeros"])
+    where = {"expert_pack": tmp_path / "experts.pack"}
+    written = hot.pack(folder, **where)
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = config["quantization_config"]
+    again = {**config, "quantization_config": dict(reversed(quantisation.items())), "x": 1}
+    (folder / "config.json").write_text(json.dumps(again))
+    assert hot.pack(folder, **where).num_written == 0
+    check_same(load(folder, expert_store="disk", **where), resident(plain))
+    header = PackHeader.read(written.path)
+    other = {**quantisation, "damp_percent": 0.5}
+    packed.configure(folder, other)
+    message = "since it was packed: config.json has another quantization_config: make it again wi"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, expert_store="disk", **where)
+    with pytest.raises(CheckpointError, match="has no quantization_config: make it again"):
+        header.check_quantisation(written.path, None)
+    before = replace(header, quantisation=None)  # as packs were written
+    assert b"quantisation" not in before.encoded
+    with pytest.raises(CheckpointError, match="as packs of an earlier version, or the checkpoint"):
+        before.check_quantisation(written.path, header.quantisation)
+    assert hot.pack(folder, **where).num_written == written.num_rows
+    assert load(folder, expert_store="disk", **where).expert_cache.store == "disk"
+
+
+def test_a_pack_of_a_plain_checkpoint_is_as_it_was(tmp_path: Path) -> None:
+    """Those that earlier versions wrote still open."""
+    folder = zoo.save_checkpoint("olmoe", tmp_path / "model")
+    header = PackHeader.read(hot.pack(folder, expert_pack=tmp_path / "a.pack").path)
+    assert header.quantisation is None
+    assert b"quantisation" not in header.encoded
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

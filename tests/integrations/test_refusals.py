@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -206,6 +207,23 @@ def test_of_a_key_in_two_files_the_later_counts(damaged: Path) -> None:
     rewrite(damaged, repeat)
     cached = load(damaged, expert_store="file", experts_algorithm="eager")
     assert torch.equal(logits(cached), logits(resident(damaged)))
+
+
+def test_a_file_that_is_cut_while_its_model_runs_is_named(damaged: Path) -> None:
+    """And what is there again is read again."""
+    cached = load(damaged, 2, expert_store="file")
+    before = logits(cached)
+    whole = {file: file.read_bytes() for file in damaged.glob("*.safetensors")}
+    for file, content in whole.items():
+        os.truncate(file, len(content) - 1)  # Transformers, too, has them mapped for a CPU
+    with pytest.raises(
+        CheckpointError, match=r"safetensors: had \d+ bytes when it was opened, and"
+    ):
+        logits(cached)
+    for file, content in whole.items():
+        with file.open("r+b") as opened:
+            opened.write(content)
+    assert torch.equal(logits(cached), before)
 
 
 def test_tensors_of_a_dtype_that_no_expert_has_do_no_harm(damaged: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hotexperts.cache import CachedWeightProvider, CPUBackingStore
 from hotexperts.errors import ConfigError
 from hotexperts.integrations.vllm import ending, hooks, options, state_file
 
 CPU = torch.device("cpu")
+LAYER = "l0.mlp.experts"
 
 
 def caches(state: Path) -> Any:
@@ -26,9 +29,10 @@ def caches(state: Path) -> Any:
     return SimpleNamespace(
         options=options.parse({"size": 3, "policy": "lru", "options": {"state": str(state)}}),
         config=SimpleNamespace(parallel_config=parallel),
-        providers={"l0": provider},
+        providers={LAYER: provider},
         capacity=3,
         rank=0,
+        digest=None,
         has_started=True,
         is_in_step=False,
         num_steps=0,
@@ -36,12 +40,19 @@ def caches(state: Path) -> Any:
     )
 
 
+def layers_of(seed: int) -> nn.Module:
+    """A model whose one MoE layer has a gate, and experts that are elsewhere."""
+    torch.manual_seed(seed)
+    block = nn.ModuleDict({"gate": nn.Linear(4, 8), "experts": nn.Identity()})
+    return nn.ModuleDict({"l0": nn.ModuleDict({"mlp": block})})
+
+
 def ask(made: Any, *ids: int) -> None:
-    made.providers["l0"].prepare(torch.tensor([ids], dtype=torch.int32))
+    made.providers[LAYER].prepare(torch.tensor([ids], dtype=torch.int32))
 
 
 def residents(path: Path) -> set[int]:
-    state = json.loads(path.read_text())["layers"]["l0"]["state"]
+    state = json.loads(path.read_text())["layers"][LAYER]["state"]
     return {expert for expert, slot in enumerate(state["slot_of"]) if slot >= 0}
 
 
@@ -177,13 +188,49 @@ def test_ranks_start_warm_together_or_not_at_all(
 ) -> None:
     caplog.set_level("INFO")
     path = tmp_path / "state"
-    made = caches(path)
+    monkeypatch.setattr(state_file, "same_on_all_ranks", lambda providers: is_alike)
+    made, model = caches(path), layers_of(0)
+    state_file.start_warm(made, 0, model)
     ask(made, 1)
     state_file.save_state(made)
-    monkeypatch.setattr(state_file, "same_on_all_ranks", lambda providers: is_alike)
     again = caches(path)
-    state_file.start_warm(again, 0)
+    state_file.start_warm(again, 0, model)
     ask(again, 1)
-    assert again.providers["l0"].stats.hits == is_alike
+    assert again.providers[LAYER].stats.hits == is_alike
     said = f"warm from {path}" if is_alike else f"starting empty, for {path} is not of the other"
     assert said in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_of_another_model_of_the_same_shape_starts_empty(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where layers have other names than the model's modules."""
+    monkeypatch.setattr(state_file, "same_on_all_ranks", lambda providers: True)
+    path = tmp_path / "state"
+    models = [layers_of(seed) if named else nn.Sequential(layers_of(seed)) for seed in (0, 1)]
+    made = caches(path)
+    state_file.start_warm(made, 0, models[0])
+    ask(made, 1)
+    state_file.save_state(made)
+    for model, hits in ((models[0], 1), (models[1], 0)):
+        again = caches(path)
+        state_file.start_warm(again, 0, model)
+        ask(again, 1)
+        assert again.providers[LAYER].stats.hits == hits
+    assert "is of another model with the same shapes" in caplog.text
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "model": None}))  # as it was written before
+    again = caches(path)
+    state_file.start_warm(again, 0, models[0])
+    ask(again, 1)
+    assert again.providers[LAYER].stats.hits == 0
+    assert "does not say which model it is of" in caplog.records[-1].message
+
+
+def test_a_pipe_in_place_of_a_rank_s_state_stops_the_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "state.rank0")
+    made = caches(tmp_path / "state")
+    made.config.parallel_config.world_size = 2
+    with pytest.raises(ConfigError, match="rank0: a pipe is there: name a file for the cache's"):
+        state_file.start_warm(made, 0, layers_of(0))

@@ -30,6 +30,8 @@ from hotexperts.integrations.vllm import (
     plugin,
     refusals,
 )
+from hotexperts.integrations.vllm.caches import ModelCaches
+from hotexperts.sizing import LayerShape
 
 
 @dataclass
@@ -138,6 +140,7 @@ def test_without_a_flag_nothing_changes(args: Any) -> None:
         ({"size": 4, "options": {"self_test": "no"}}, "self_test is 'no': give true or false"),
         ({"size": 4, "options": {"state": 3}}, "state is 3: give the name of a file"),
         ({"size": 4, "options": {"state": "/"}}, "state is '/': give the name of a file"),
+        ({"size": 4, "options": {"state": "/dev/null"}}, "state is '/dev/null': give the name of"),
         ({"size": 4, "options": {"prefill_tokens": 0}}, "prefill_tokens is 0: give at least 1"),
         ({"size": 4, "options": {"packing": "zip"}}, "^--moe-expert-cache-options: packing: exp"),
         ({"slots": 4}, r"\['slots'\]: use size, gib, policy, options"),
@@ -336,6 +339,33 @@ def test_what_is_not_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     other = budget.other_nbytes(config, gpu, layer, experts_nbytes=2 << 30)
     expected = (3 << 30) + (1 << 20) + rows + tokens + logits + budget.CONTEXT_NBYTES
     assert other == expected
+
+
+def test_a_budget_holds_what_prefetches_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows, and of each pair of layers its table, or a gate's copy where that is larger."""
+    shapes = [LayerShape(16, 4, 1024)] * 3
+    table = 4 * (17 * 17 + 18 * 16)
+    for how, hidden_size, expected in (
+        ("off", 64, 0),
+        ("lift", 64, 2048 + 2 * table),
+        ("router", 64, 2048 + 2 * 4 * 16 * 64),
+        ("router", 8, 2048 + 2 * table),
+    ):
+        assert budget.prefetch_nbytes(how, shapes, hidden_size) == expected
+    monkeypatch.setattr(budget, "total_nbytes", lambda *args: 51_000)
+    monkeypatch.setattr(budget, "other_nbytes", lambda *args: 500)
+    monkeypatch.setattr(budget, "largest_of_ranks", lambda value: value)
+    layer = SimpleNamespace(hidden_size=64, top_k=4)
+    tensors = {"w2_weight": torch.zeros(16, 250)}  # rows of 1024 bytes
+    capacities = []
+    for how in ("off", "lift", "router"):
+        wanted = options.parse({"size": "auto", "options": {"prefetch": how}})
+        caches = ModelCaches(wanted, config=None)
+        caches.num_expected = 3
+        here = torch.zeros(16, 250, device="meta")
+        capacities.append(caches._make_plan(layer, tensors, here).capacity)
+    # 47,950, less 6664, less 10,240; with banks 14 slots are 47,104, 8 are 40,960, 7 are 35,840
+    assert capacities == [14, 8, 7]
 
 
 def draft_config(folder: Path, method: str = "eagle3", num_experts: int = 0) -> SimpleNamespace:

@@ -130,7 +130,7 @@ def test_names_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, message in (
         ("t.jsonl", "end the name in .npz"),
         ("nowhere/t.npz", "no such folder"),
-        ("d.npz", "is no file"),
+        ("d.npz", "a folder is there: name a file"),
     ):
         with pytest.raises(TraceError, match=message):
             check_out(tmp_path / name)

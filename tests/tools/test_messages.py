@@ -21,6 +21,7 @@ from places import fixed
 FOUND = reader.messages()
 PASSED_ON = {  # with a place before the words of an error that has its own line
     "cli.record": {"ConfigError"},
+    "plain_file": {"OSError"},
     "simulate.sweep": {"ConfigError", "TraceError"},
 }
 

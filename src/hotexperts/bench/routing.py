@@ -9,6 +9,7 @@ import numpy as np
 
 from hotexperts.bench.shapes import Shape
 from hotexperts.errors import ConfigError
+from hotexperts.plain_file import other_than_file
 from hotexperts.simulate import Trace, TraceError, read_trace
 from hotexperts.simulate.generate import TraceSize, generate
 from hotexperts.simulate.trace import NOT_RECORDED, Ints
@@ -70,7 +71,9 @@ def _find(place: Path, shape: Shape) -> tuple[Path, Trace]:
             )
         return place, trace
     if not place.is_dir():
-        raise ConfigError(f"--traces {place}: no such file or folder: give one that exists")
+        kind = other_than_file(place)
+        wrong = "no such file or folder" if kind is None else f"{kind} is there"
+        raise ConfigError(f"--traces {place}: {wrong}: give a file or folder that exists")
     read = {path: _read(path) for path in sorted(place.glob("*.npz"))}
     found = {path: trace for path, trace in read.items() if trace and _fits(trace, shape)}
     if len(found) != 1:

@@ -196,13 +196,17 @@ def check_shape(shape: Shape, options: Mapping[str, Any]) -> None:
 
     Args:
         shape: the model's.
-        options: device, policy, cache_mode and expert_packing, as `attach` will take them.
+        options: device, policy, cache_mode, expert_packing and prefetch, as `attach` will take
+            them.
 
     Raises:
-        ConfigError: a cache mode or a packing that cannot work here.
+        ConfigError: a cache mode, a packing or a prefetch that cannot work here.
     """
     cache = CacheConfig(
-        policy=options["policy"], mode=options["cache_mode"], packing=options["expert_packing"]
+        policy=options["policy"],
+        mode=options["cache_mode"],
+        packing=options["expert_packing"],
+        prefetch=options["prefetch"],
     )
     first = model_without_weights(shape.cut(shape.num_dense + 1))
     _check_mode(cache, [x.layout for x in find_experts(first)], torch.device(options["device"]))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 
 class MappedFile:
@@ -26,7 +27,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 # Read-only: the system promises memory for every page that may be written.
                 self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
@@ -34,7 +35,18 @@ class MappedFile:
         self.bytes = _as_tensor(self._pages)
 
     def view(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes from `begin` to `end` as numbers; a copy where torch cannot view them."""
+        """The bytes from `begin` to `end` as numbers; a copy where torch cannot view them.
+
+        Raises:
+            CheckpointError: the file has become shorter: reading what is gone ends the process.
+                One that is cut between this and the reading still does.
+        """
+        size = self._pages.size()  # one call of the system, a microsecond at most
+        if size < len(self._pages):
+            raise CheckpointError(
+                f"{self.path}: had {len(self._pages)} bytes when it was opened, and has {size}: "
+                "restore it, start anew, and leave it alone while the model runs"
+            )
         flat = self.bytes[begin:end]
         if begin % dtype.itemsize:
             flat = flat.clone()

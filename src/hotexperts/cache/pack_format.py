@@ -22,6 +22,7 @@ import torch
 
 from hotexperts.errors import CheckpointError, StorageError
 from hotexperts.formats import ExpertLayout, TensorSpec
+from hotexperts.plain_file import plain
 
 ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and addresses
 WRITTEN = 1 << 32
@@ -55,7 +56,7 @@ class SourceFile(NamedTuple):
             CheckpointError: it cannot be read.
         """
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 prefix = file.read(8)
                 header = file.read(min(int.from_bytes(prefix, "little"), _MOST_HEADER_BYTES))
             status = path.stat()
@@ -99,10 +100,12 @@ class PackHeader:
     Attributes:
         layers: in the model's order.
         sources: the checkpoint's files.
+        quantisation: a digest of what says how their bytes are read; None where they are numbers.
     """
 
     layers: tuple[PackedLayer, ...]
     sources: tuple[SourceFile, ...]
+    quantisation: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> PackHeader:
@@ -113,7 +116,7 @@ class PackHeader:
             StorageError: it cannot be read.
         """
         try:
-            with path.open("rb") as file:
+            with plain(path).open("rb") as file:
                 prefix = file.read(_PREFIX.size)
                 magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
                 if magic != MAGIC or length > _MOST_HEADER_BYTES:
@@ -139,7 +142,10 @@ class PackHeader:
             [name, count, [[s.name, list(s.shape), _dtype_name(s.dtype)] for s in layout.specs]]
             for name, count, layout in self.layers
         ]
-        text = json.dumps({"layers": layers, "sources": self.sources}).encode()
+        values: dict[str, Any] = {"layers": layers, "sources": self.sources}
+        if self.quantisation is not None:  # so that others' packs are as they always were
+            values["quantisation"] = self.quantisation
+        text = json.dumps(values).encode()
         found = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
         return found.ljust(aligned(len(found)), b"\0")
 
@@ -183,6 +189,28 @@ class PackHeader:
                     f"{_difference(then.get(name), now.get(name))}: {_MAKE_AGAIN}"
                 )
 
+    def check_quantisation(self, path: Path, now: str | None) -> None:
+        """Refuse a pack whose rows were made from bytes that are read otherwise now.
+
+        Args:
+            path: the pack's, for the message.
+            now: of the checkpoint.
+
+        Raises:
+            CheckpointError: it is another one, or an earlier version of ours did not write it down.
+        """
+        if self.quantisation == now:
+            return
+        if self.quantisation is None:
+            raise CheckpointError(
+                f"{path}: does not say by which quantization_config its rows were read, as packs "
+                f"of an earlier version, or the checkpoint had none then: {_MAKE_AGAIN}"
+            )
+        raise CheckpointError(
+            f"{path}: the checkpoint changed since it was packed: config.json has "
+            f"{'no' if now is None else 'another'} quantization_config: {_MAKE_AGAIN}"
+        )
+
     @cached_property
     def _rows_begin(self) -> int:
         return aligned(len(self.encoded) + 8 * self.num_rows)
@@ -208,9 +236,11 @@ class PackHeader:
                 for name, count, specs in values["layers"]
             ]
             sources = [SourceFile(_text(name), *rest) for name, *rest in values["sources"]]
+            found = values.get("quantisation")
+            quantisation = None if found is None else _text(found)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: written by another version: {_MAKE_AGAIN}") from error
-        return cls(tuple(layers), tuple(sources))
+        return cls(tuple(layers), tuple(sources), quantisation)
 
 
 def is_pack(path: Path) -> bool:
@@ -220,7 +250,7 @@ def is_pack(path: Path) -> bool:
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with plain(path).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise cannot_read(path, error) from error

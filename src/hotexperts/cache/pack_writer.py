@@ -17,6 +17,7 @@ from hotexperts.cache.pack_format import MAGIC, WRITTEN, PackHeader, RowPlace
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError, HotExpertsError, StorageError
+from hotexperts.plain_file import plain
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -70,7 +71,7 @@ def write_pack(
 def is_whole(path: Path, header: PackHeader) -> bool:
     """Whether a pack of just this is there, every row as it was written; reads all of it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(plain(path), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -87,7 +88,7 @@ def _opened(partial: Path) -> Iterator[int]:
     """The file, which nobody else writes meanwhile."""
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(plain(partial), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise StorageError(
             f"{partial.parent}: a pack cannot be written there ({error.strerror}): name another "

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 NUM_THREADS = 8  # a disk is fastest with several requests under way
 CALL_NBYTES = 4 << 20  # of one read: an interrupt waits for no more than one a thread
@@ -78,7 +79,7 @@ class ParallelReader:
     def _descriptor(self, path: Path) -> int:
         if path not in self._files:
             try:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[path] = os.open(plain(path), os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise _unreadable(path, error) from error
         return self._files[path]

@@ -13,11 +13,11 @@ from hotexperts.config import CacheConfig
 from hotexperts.formats import ExpertLayout
 from hotexperts.kernels.gather import GatherLayout
 from hotexperts.kernels.gather.ahead import NOBODY, AheadRows
+from hotexperts.sizing import AHEAD_ROWS
 
 NUM_PROGRAMS = 16  # of plans and prefetches: what brings a kernel's copies to their ceiling
 NUM_UNPACKING = 32  # the same where they unpack
 GUESSES_A_PAIR = 1.5  # experts that are looked at, for each that a token asks for
-AHEAD_ROWS = 2  # a layer's compute hides the copy of one or two experts
 
 
 class PrefetchLane:

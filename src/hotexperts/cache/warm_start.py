@@ -13,6 +13,7 @@ from typing import Any
 
 from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.errors import CheckpointError, ConfigError
+from hotexperts.plain_file import other_than_file, plain
 
 FORMAT = 2  # 1 had no digest
 _REMEDIES = {
@@ -31,7 +32,7 @@ class About:
         policy: its name.
         mode: who manages the caches: "host" or "device".
         capacity: slots a layer.
-        model: a digest of the model's weights; None where the engine has none.
+        model: a digest of the model's weights; None where nobody has made one.
     """
 
     policy: str
@@ -58,8 +59,7 @@ def save(path: str | Path, providers: Mapping[str, StreamingProvider], about: Ab
     target = Path(os.path.realpath(path))
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        if target.exists() and not target.is_file():  # a device would be replaced, too
-            raise ConfigError(f"{path} is no file: name another one for the cache's state")
+        check_file(target)  # a device would be replaced, too
         content = {"format": FORMAT, "digest": digest(layers), **asdict(about), "layers": layers}
         unfinished.write_text(json.dumps(content))
         unfinished.replace(target)
@@ -122,6 +122,17 @@ def load(path: str | Path, providers: Mapping[str, StreamingProvider], about: Ab
         raise
 
 
+def check_file(path: Path) -> None:
+    """Refuse, before the long part, what holds no state and must not be replaced by one.
+
+    Raises:
+        ConfigError: a pipe, a device or a folder is there.
+    """
+    kind = other_than_file(path)
+    if kind is not None:
+        raise ConfigError(f"{path}: {kind} is there: name a file for the cache's state")
+
+
 def _check_model(path: str | Path, saved: Any, here: str | None) -> None:
     """Layers of the same shapes do not make the same model; its weights tell."""
     if here is not None and saved is None:
@@ -142,7 +153,7 @@ def digest(layers: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(plain(path).read_text())
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}): name a file that can be read"

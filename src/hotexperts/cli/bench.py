@@ -19,9 +19,12 @@ from hotexperts.policy import DEFAULT_POLICY
 
 _OF_SHAPES = {"layers", "traces", "sequences"}
 _OF_DISK = {"expert_ram_gib", "expert_ram_policy", "expert_pack"}
-# The routers of a shape repeat what was recorded: what they would guess says nothing.
-_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code", "prefetch"}
-_NOT_VLLMS = {"device": ("cuda",), "cache_mode": (AUTO, "device")}  # and what it does anyway
+_OF_MODELS = {*_OF_DISK, "dtype", "expert_store", "domain", "trust_remote_code"}
+_NOT_VLLMS = {  # and what it does anyway
+    "device": ("cuda",),
+    "cache_mode": (AUTO, "device"),
+    "prefetch": ("off",),
+}
 
 
 @groups.expanded
@@ -153,6 +156,11 @@ def _find_shape(
     if name is None:
         return None, None
     found, shape = find_shape(name, layers)
+    if call.params["prefetch"] == "router":
+        raise ConfigError(
+            f"--prefetch router says nothing of --shape {found}, whose routers repeat what was "
+            "recorded and guess nothing: take --prefetch lift, which goes by ids, or a model"
+        )
     for each in given if shape.is_of_vllm else ():
         if each in _NOT_VLLMS and call.params[each] not in _NOT_VLLMS[each]:
             raise ConfigError(

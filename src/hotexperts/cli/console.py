@@ -130,6 +130,27 @@ def _bar(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+@contextmanager
+def streaming() -> Iterator[Callable[[str], None]]:
+    """Yields what puts a piece of text on stdout; where it breaks off, the line ends there.
+
+    So whatever is said of it, an error above all, has a line of its own on a terminal.
+    """
+    is_line_open = False
+
+    def emit(text: str) -> None:
+        nonlocal is_line_open
+        typer.echo(text, nl=False)
+        is_line_open = not text.endswith("\n") if text else is_line_open
+
+    try:
+        yield emit
+    except BaseException:  # Ctrl-C, too
+        if is_line_open:
+            typer.echo()
+        raise
+
+
 def prints_to_stderr() -> redirect_stdout[Any]:
     """Inside, what libraries and remote code print does not mix with our stdout."""
     return redirect_stdout(sys.stderr)

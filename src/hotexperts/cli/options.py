@@ -12,6 +12,7 @@ import typer
 from hotexperts import demo
 from hotexperts.config import AUTO, parse_bytes
 from hotexperts.errors import CheckpointError, ConfigError
+from hotexperts.plain_file import other_than_file
 from hotexperts.policy import POLICIES
 
 _MOST_GIB = 2**20
@@ -169,13 +170,15 @@ def check_output(option: str, name: str) -> None:
     """Refuse before the long part what could not be written after it.
 
     Raises:
-        ConfigError: a folder, or a file in one that is not there.
+        ConfigError: a folder, a pipe or a device, or a file in a folder that is not there.
     """
     path = Path(name)
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {name}: no such folder: make it, or name another file")
     if not name or path.is_dir():
         raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
+    if (kind := other_than_file(path)) is not None:
+        raise ConfigError(f"{option} {name}: {kind} is there: name a file")
 
 
 def context(wanted: int | None, default: int, positions: int | None) -> int:

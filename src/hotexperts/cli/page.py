@@ -10,6 +10,7 @@ import typer
 import hotexperts
 from hotexperts.cli import console, lists, options
 from hotexperts.errors import ConfigError
+from hotexperts.plain_file import other_than_file
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def _check(call: typer.Context, file: str, out: str) -> Path:
         raise ConfigError(f"--out {out}: end the name in .html")
     options.check_text(file, "the name of the file")
     path = Path(file)
+    if (kind := other_than_file(path)) is not None:
+        raise ConfigError(f"{file}: {kind} is there: give a file, a trace or a command's JSON")
     if not path.is_file():
         raise ConfigError(f"{file}: no such file: give a trace, or the JSON of a command")
     if path.suffix in _TRACES:

@@ -160,7 +160,8 @@ def _once(session: Session, prompt: str, as_json: bool) -> None:
             data = session.answer(prompt, emit=lambda text: None)
         console.show_json(data)
         return
-    data = session.answer(prompt, emit=_echo, echo=not session.uses_chat)
+    with console.streaming() as emit:
+        data = session.answer(prompt, emit=emit, echo=not session.uses_chat)
     typer.echo()
     console.show(report.run_report(data))
 
@@ -173,14 +174,11 @@ def _loop(session: Session) -> None:
             if prompt.strip() in _LEAVE:
                 return
             if prompt.strip():
-                data = session.answer(prompt, emit=_echo)
+                with console.streaming() as emit:
+                    data = session.answer(prompt, emit=emit)
                 typer.echo("\n" + report.run_line(data))
         except HotExpertsError as error:
             console.show_error(error)
         except (EOFError, KeyboardInterrupt):
             typer.echo(err=True)
             return
-
-
-def _echo(text: str) -> None:
-    typer.echo(text, nl=False)

@@ -16,6 +16,7 @@ from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
 from hotexperts.cli.state import kept
 from hotexperts.config import CacheSize, parse_cache_size
 from hotexperts.errors import ConfigError
+from hotexperts.plain_file import plain
 from hotexperts.policy import DEFAULT_POLICY
 from hotexperts.serve import address, vllm
 from hotexperts.serve.engine import Engine, choose
@@ -223,7 +224,7 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return plain(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path} is not valid UTF-8: save it so") from error
     except OSError as error:

@@ -15,6 +15,7 @@ from hotexperts.cli import console, foretold, lists, options
 from hotexperts.cli.simulate_report import simulate_report
 from hotexperts.config import Bytes
 from hotexperts.errors import ConfigError
+from hotexperts.plain_file import other_than_file
 from hotexperts.policy import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
@@ -242,7 +243,9 @@ def _check_name(name: str, option: str = "") -> None:
         return
     if not option and (name.isdecimal() or name in (*POLICIES.names(), *_BOUNDS, _HALVES, "llru")):
         raise ConfigError(f"{name} is no trace: separate values by commas: --policy lru,adv")
-    raise ConfigError(f"{option}{name}: no such file: give a trace in .npz, .jsonl or .csv")
+    found = other_than_file(Path(name))
+    wrong = "no such file" if found is None else f"{found} is there"
+    raise ConfigError(f"{option}{name}: {wrong}: give a trace in .npz, .jsonl or .csv")
 
 
 def _draw(sweep: Sweep, counts: Any, path: Path) -> None:

@@ -13,6 +13,7 @@ from hotexperts.cli import console, groups, options
 from hotexperts.cli.expert_options import EXPERTS, ExpertOptions
 from hotexperts.config import parse_cache_size
 from hotexperts.errors import ConfigError, HotExpertsError
+from hotexperts.plain_file import plain
 
 if TYPE_CHECKING:
     from hotexperts.integrations.transformers.recording import Recorded
@@ -143,17 +144,23 @@ def _read_prompts(name: str | None) -> list[tuple[str, str]]:
         raise ConfigError("give --prompts FILE with one prompt a line, or --synthetic KIND")
     shown = "stdin" if name == _STDIN else f"--prompts {name}"
     try:
-        text = sys.stdin.read() if name == _STDIN else Path(name).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if name == _STDIN else _read(Path(name))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown} is not valid {error.encoding}: give it in that") from error
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be read ({error.strerror}): give a file") from error
+        raise ConfigError(
+            f"{shown} cannot be read ({error.strerror}): give a file, or - for stdin"
+        ) from error
     options.check_text(text, shown)
     lines = [(f"{shown}, line {n}", line) for n, line in enumerate(text.split("\n"), start=1)]
     found = [(place, line.rstrip("\r")) for place, line in lines if line.strip()]
     if not found:
         raise ConfigError(f"{shown} holds no text: give one prompt a line")
     return found
+
+
+def _read(path: Path) -> str:
+    return plain(path).read_text(encoding="utf-8-sig")
 
 
 def _draw(out: str | None, kind: str, numbers: Sequence[int], seed: int) -> None:

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from hotexperts.plain_file import plain
+
 Counters = dict[str, dict[str, int]]  # layer: counter: value
 
 
@@ -35,7 +37,7 @@ def read_counters(instance: str) -> dict[int, Counters]:
     for path in _folder().glob(f"{prefix}*.json"):
         rank = path.stem.removeprefix(prefix)
         try:
-            found[int(rank)] = json.loads(path.read_text())
+            found[int(rank)] = json.loads(plain(path).read_text())
         except (OSError, ValueError):
             continue  # its process has ended, or the file is not ours
     return dict(sorted(found.items()))

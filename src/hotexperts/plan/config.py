@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotexperts.errors import CheckpointError
+from hotexperts.plain_file import plain
 
 _MOST_BYTES = 64 << 20
 
@@ -62,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, is too large, or holds something else.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if plain(path).stat().st_size > _MOST_BYTES:
             raise CheckpointError(f"{path} has over {_MOST_BYTES >> 20} MiB: download it again")
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hotexperts.plain_file import other_than_file, plain
 from hotexperts.simulate.arrays import read_npz, write_npz
 from hotexperts.simulate.lines import read_csv, read_jsonl, write_jsonl
 from hotexperts.simulate.trace import Trace, TraceError
@@ -24,9 +25,11 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         reader = READERS.get(path.suffix)
         if reader is None:
             raise TraceError(f"unknown kind: give a file that ends in one of {', '.join(READERS)}")
-        return reader(path)
+        return reader(plain(path))
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
+    except OSError as error:  # of `plain`: a reader's are errors of its own
+        raise TraceError(f"{path}: {error.strerror}: give the trace in a file") from error
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -35,7 +38,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     CSV is only read: it has no place for sequences and phases. Guesses have one in `.npz` alone.
 
     Raises:
-        TraceError: another kind of file, or one that would lose the trace's guesses.
+        TraceError: another kind of file, one that would lose the trace's guesses, or no file.
     """
     path = Path(path)
     writer = WRITERS.get(path.suffix)
@@ -43,4 +46,6 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         raise TraceError(f"{path}: cannot write this kind: end it in {' or '.join(WRITERS)}")
     if trace.guesses and path.suffix != ".npz":
         raise TraceError(f"{path}: no place for the trace's guesses: end the name in .npz")
+    if (kind := other_than_file(path)) is not None:
+        raise TraceError(f"{path}: {kind} is there: name a file")
     writer(trace, path)

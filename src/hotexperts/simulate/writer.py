@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hotexperts.plain_file import other_than_file
 from hotexperts.simulate.trace import MAX_CELLS, NOT_RECORDED, Trace, TraceError
 
 
@@ -228,8 +229,8 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     folder = _behind_links(path).parent
     if not folder.is_dir():
         raise TraceError(f"{path}: no such folder: make it, or name another file")
-    if path.exists() and not path.is_file():
-        raise TraceError(f"{path} is no file: name another one")
+    if (kind := other_than_file(path)) is not None:
+        raise TraceError(f"{path}: {kind} is there: name a file")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

@@ -20,12 +20,12 @@ from hotexperts.cache.streaming import StreamingProvider
 from hotexperts.cache.turn import Turn
 from hotexperts.config import Bytes
 from hotexperts.formats import ExpertLayout
+from hotexperts.integrations.identity import model_digest
 from hotexperts.integrations.transformers.experts import CachedExperts
 from hotexperts.integrations.transformers.guard import guard
 from hotexperts.integrations.transformers.handle import ExpertCache
-from hotexperts.integrations.transformers.identity import model_digest
 from hotexperts.integrations.transformers.modules import ExpertsModule
-from hotexperts.integrations.transformers.prefetching import give_guesses
+from hotexperts.integrations.transformers.prefetching import give_guesses, prefetch_nbytes
 from hotexperts.sizing import (
     LayerShape,
     SizePlan,
@@ -192,13 +192,15 @@ def plan_capacity(
     other = weights + _kv_nbytes(model.config, options.kv_tokens)
     if device.type == "cuda":
         other += WORKSPACE_BYTES
+    ahead = prefetch_nbytes(model, found, options.cache.prefetch)
     if isinstance(size, Bytes):
-        return capacity_for_budget(size.num_bytes, other, shapes)
+        return capacity_for_budget(size.num_bytes, other, shapes, prefetch_bytes=ahead)
     free = _free_nbytes(device)
     if device.type == "cpu":  # slots and store share the memory
         free = max(0, free - store_nbytes)
     placed = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-    return capacity_for_budget(int(AUTO_SHARE * free) + placed, other, shapes)
+    total = int(AUTO_SHARE * free) + placed
+    return capacity_for_budget(total, other, shapes, prefetch_bytes=ahead)
 
 
 def _shapes(found: Sequence[ExpertsModule]) -> list[LayerShape]:

@@ -21,6 +21,7 @@ from hotexperts.integrations.transformers.routers import (
     find_router,
     name_of,
 )
+from hotexperts.sizing import ahead_nbytes, lift_nbytes
 
 log = logging.getLogger("hotexperts")
 
@@ -53,6 +54,11 @@ class NextExperts:
         # As precise as the weights, so that the input keeps its dtype.
         self._scale = None if scale is None or new is None else scale.to(new.weight.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Device bytes beside the model's."""
+        return 0 if self._scale is None else self._scale.nbytes
+
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The router's logits, `[T, E]`.
@@ -64,6 +70,29 @@ class NextExperts:
         # Not called as modules are: no hook must take this for the model's own pass.
         logits = self._router.logits_of(self._router.module.forward(rows))
         return logits.reshape(-1, logits.shape[-1]).contiguous()
+
+
+def prefetch_nbytes(model: nn.Module, found: Sequence[ExpertsModule], how: Prefetch) -> int:
+    """Device bytes that prefetches will take: rows, lift tables, and what scales routers' inputs.
+
+    Args:
+        model: its weights other than experts loaded, wherever they are.
+        found: its experts modules.
+        how: as for `give_guesses`; or "off".
+    """
+    if how == "off":
+        return 0
+    needed = ahead_nbytes({layer.layout: layer.layout.row_nbytes for layer in found}.values())
+    for before, after in pairwise(found):
+        try:
+            if how == "router":
+                needed += NextExperts(model, before.module, after.module).nbytes
+                continue
+        except UnsupportedModelError:
+            pass
+        if before.layout == after.layout:  # as it is with lanes
+            needed += lift_nbytes(before.num_experts, after.num_experts)
+    return needed
 
 
 def give_guesses(

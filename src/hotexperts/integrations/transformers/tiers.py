@@ -28,6 +28,8 @@ from hotexperts.config import (
 )
 from hotexperts.errors import CheckpointError, ConfigError, HostMemoryError
 from hotexperts.integrations.transformers.modules import ExpertsModule
+from hotexperts.integrations.transformers.quantisation import quantisation_digest
+from hotexperts.plain_file import other_than_file
 
 DEFAULT_RAM_SHARE = 0.5  # of the free memory, for experts on disk: the page cache is not needed
 AUTO_SHARE = (
@@ -122,7 +124,8 @@ def pack_header(found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackHe
         CheckpointError: a file of the checkpoint cannot be read.
     """
     layers = [PackedLayer(layer.name, layer.num_experts, layer.layout) for layer in found]
-    return PackHeader(tuple(layers), tuple(SourceFile.of(file) for file in files))
+    sources = tuple(SourceFile.of(file) for file in files)
+    return PackHeader(tuple(layers), sources, quantisation_digest(files))
 
 
 def pack_path(cache: CacheConfig, found: Sequence[ExpertsModule], files: Sequence[Path]) -> Path:
@@ -185,6 +188,8 @@ def _on_disk(
 
 
 def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]) -> PackFile:
+    if (kind := other_than_file(path)) is not None:
+        raise CheckpointError(f"{path}: {kind} is there, and no pack: name a file (--expert-pack)")
     if not path.is_file():
         raise CheckpointError(
             f"{path}: there is no pack of this checkpoint: make it once with `hotexperts pack` and "
@@ -193,6 +198,7 @@ def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]
         )
     pack = PackFile(path)
     pack.header.check_sources(path, files)
+    pack.header.check_quantisation(path, quantisation_digest(files))
     wanted = [(layer.name, layer.num_experts, layer.layout) for layer in found]
     for layer, packed in zip(wanted, pack.header.layers, strict=False):
         if layer != tuple(packed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from hotexperts.cache.host_memory import available_host_bytes
-from hotexperts.config import Bytes, CacheSize, format_bytes
+from hotexperts.config import Bytes, CacheSize, Prefetch, format_bytes
 from hotexperts.errors import ConfigError, HostMemoryError
 from hotexperts.integrations.vllm.options import flag
 from hotexperts.integrations.vllm.ranks import largest_of_ranks
@@ -17,13 +18,16 @@ from hotexperts.sizing import (
     CONTEXT_NBYTES,
     LayerShape,
     SizePlan,
+    ahead_nbytes,
     bank_rows,
     capacity_for_budget,
     fixed_capacity,
+    lift_nbytes,
 )
 from hotexperts.sizing import workspace_nbytes as step_nbytes
 
 NUM_SEQUENCES = 4  # of the greatest length have room, unless vLLM is told another size
+_GATE_ITEMSIZE = 4  # at most
 WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")  # ways of guessing tokens
 
 
@@ -36,6 +40,7 @@ def plan_slots(
     *,
     experts_nbytes: int,
     most: int | None,
+    prefetch: Prefetch = "off",
 ) -> SizePlan:
     """How many slots each layer gets.
 
@@ -47,6 +52,7 @@ def plan_slots(
         device: of the slots.
         experts_nbytes: of its experts that are on the device now and will not be.
         most: of a draft model, the slots of the model that it drafts for, which has the budget.
+        prefetch: as the user gave it.
 
     Raises:
         ConfigError: the slots do not fit.
@@ -58,7 +64,28 @@ def plan_slots(
     total = total_nbytes(size, config, device)
     other = other_nbytes(config, device, layer, experts_nbytes)
     other = largest_of_ranks(other)  # so that all have equal slots
-    return capacity_for_budget(total, other, shapes)
+    ahead = prefetch_nbytes(prefetch, shapes, layer.hidden_size)
+    return capacity_for_budget(total, other, shapes, prefetch_bytes=ahead)
+
+
+def prefetch_nbytes(how: Prefetch, shapes: Sequence[LayerShape], hidden_size: int) -> int:
+    """Rows of prefetches, and of each pair of layers its lift table or its scaled copy of a gate.
+
+    Which layers have a gate is not known yet: of those that may, the larger of the two counts.
+
+    Args:
+        how: "off", "router" or "lift".
+        shapes: of the model's layers, whose rows are all of one kind.
+        hidden_size: numbers of a token between layers, and of a gate's row.
+    """
+    if how == "off":
+        return 0
+    needed = ahead_nbytes({shape.row_nbytes for shape in shapes})
+    for before, after in itertools.pairwise(shapes):
+        table = lift_nbytes(before.num_experts, after.num_experts)
+        gate = after.num_experts * hidden_size * _GATE_ITEMSIZE if how == "router" else 0
+        needed += max(table, gate)
+    return needed
 
 
 def describe_waves(num_tokens: int, top_k: int, *, capacity: int, num_experts: int) -> str:

@@ -63,6 +63,7 @@ class ModelCaches:
         # Where the next layer is repacked, and how many experts at a time; None: whole.
         self.in_parts: tuple[torch.device, int] | None = None
         self.rank = 0  # of all workers
+        self.digest: str | None = None  # of this rank's weights, where a state is kept
         self.has_started = False  # what the slots hold is what requests asked for
         self.is_in_step = False  # or one was interrupted: what is known may be half of it
         self.num_steps = 0  # since then
@@ -249,6 +250,7 @@ class ModelCaches:
             here.device,
             experts_nbytes=len(here) * layout.row_nbytes,
             most=None if self._target is None else self._target.capacity or None,
+            prefetch=self.options.cache.prefetch,
         )
 
     def _capacity(self, store: Store) -> int:

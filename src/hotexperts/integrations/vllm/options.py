@@ -140,7 +140,8 @@ def _parse_file(given: Mapping[str, Any], name: str) -> str | None:
     if path is None:
         return None
     try:
-        is_file = isinstance(path, str) and path and not Path(path).is_dir()
+        is_name = isinstance(path, str) and path != ""
+        is_file = is_name and (Path(path).is_file() or not Path(path).exists())
     except (OSError, ValueError):  # no name that the system could have
         is_file = False
     if not is_file:

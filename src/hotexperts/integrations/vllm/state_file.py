@@ -6,9 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hotexperts.cache import warm_start
 from hotexperts.cache.device import DeviceWeightProvider
 from hotexperts.errors import CheckpointError, ConfigError
+from hotexperts.integrations.identity import model_digest
 from hotexperts.integrations.vllm.caches import ModelCaches
 from hotexperts.integrations.vllm.ending import is_due
 from hotexperts.integrations.vllm.ranks import same_on_all_ranks
@@ -16,17 +19,27 @@ from hotexperts.integrations.vllm.ranks import same_on_all_ranks
 log = logging.getLogger("vllm.hotexperts")
 
 
-def start_warm(caches: ModelCaches, rank: int) -> None:
+def start_warm(caches: ModelCaches, rank: int, model: nn.Module) -> None:
     """Where a state is wanted and was saved; from now on it may be saved anew.
 
     A file that does not fit any more starts an empty cache with a warning: a server must not stay
     down for it. So do files of ranks that were saved after different steps.
+
+    Args:
+        caches: of the model, as they will serve.
+        rank: of this process among all workers.
+        model: loaded; some of its weights tell it from others of its shape.
+
+    Raises:
+        ConfigError: a pipe, a device or a folder has the file's name.
     """
     caches.has_started, caches.rank = True, rank
     parallel = caches.config.parallel_config
     path = state_path(caches.options.state, parallel, rank)
     if path is None:
         return
+    warm_start.check_file(path)
+    caches.digest = model_digest(model, caches.providers)
     is_warm = _load(path, caches)
     if not parallel.enable_expert_parallel and not same_on_all_ranks(caches.providers.values()):
         for provider in caches.providers.values():
@@ -85,4 +98,4 @@ def state_path(name: str | None, parallel: Any, rank: int) -> Path | None:
 def _about(caches: ModelCaches) -> warm_start.About:
     provider = next(iter(caches.providers.values()))
     mode = "device" if isinstance(provider, DeviceWeightProvider) else "host"
-    return warm_start.About(caches.options.cache.policy, mode, caches.capacity)
+    return warm_start.About(caches.options.cache.policy, mode, caches.capacity, caches.digest)

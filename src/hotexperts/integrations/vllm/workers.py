@@ -72,7 +72,7 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     for caches in models():
         caches.reset()
     for caches in _ours(self):
-        start_warm(caches, self.global_rank)
+        start_warm(caches, self.global_rank, self.worker.model_runner.get_model())
     return result
 
 
