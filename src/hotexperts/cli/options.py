@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +31,7 @@ class Dtype(str, Enum):
 Model = Annotated[
     str | None,
     typer.Argument(
+        metavar="MODEL",
         help="Folder with a safetensors checkpoint, a .gguf file, or a hub id.",
         show_default="the demonstration model inside the package",
     ),
@@ -165,17 +168,35 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def stdin_text() -> str:
+    """All that comes on stdin.
+
+    Raises:
+        ConfigError: it is closed, or no text.
+    """
+    if sys.stdin is None:  # closed by who called: Python then has none
+        raise ConfigError("stdin is closed: give it a text, or name one on the command line")
+    try:
+        return check_text(sys.stdin.read(), "the text on stdin")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
+        ) from error
+
+
 def check_output(option: str, name: str) -> None:
     """Refuse before the long part what could not be written after it.
 
     Raises:
-        ConfigError: a folder, or a file in one that is not there.
+        ConfigError: a folder, or a file in one that is not there, or is read-only.
     """
     path = Path(name)
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {name}: no such folder: make it, or name another file")
     if not name or path.is_dir():
         raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {name}: not writable: name another file, or change its rights")
 
 
 def context(wanted: int | None, default: int, positions: int | None) -> int:
