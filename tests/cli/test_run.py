@@ -261,6 +261,14 @@ def test_chat_applies_the_template_where_there_is_one(model_folder: Path, cli: C
     assert (plain["chat"], plain["num_prompt_tokens"]) == (False, len("hello"))
 
 
+def test_a_prompt_longer_than_the_tokenizer_expects_is_one_line(cli: Cli) -> None:
+    result = cli("run", "--prompt", "word " * 2000, *CPU)
+    assert result.status == 2
+    assert result.err.startswith("error: ")
+    assert "more than the context of 1024" in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("ending", ["exit\n", ""], ids=["exit", "end of input"])
 def test_a_loop_keeps_the_cache_and_goes_on_after_an_error(
     ending: str, saved_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
