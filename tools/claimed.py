@@ -154,7 +154,8 @@ STATED = {  # no result holds these; where they come from instead
     "1.2 GB of disk": "no result; it moves with PyTorch's build",
     "at most 6 GiB of GPU memory": "the command below it",
     "0.9 of the free memory": "`AUTO_SHARE` in `integrations/transformers/build.py`",
-    "status is 0 when done, 1 when `verify` found a difference, 2 for an error": "`cli/main.py`",
+    "status is 0 when done, 1 when `verify` or `bench` found a difference or `doctor` something "
+    "red, 2 for an error": "`cli/main.py`",
     "Transformers 5.17 and 5.24": "`hotexperts/known_versions.py`; tests run with both",
     "[29 model families]": "`tests/test_docs.py` counts them",
     "and Llama 4": "a name",

@@ -97,16 +97,15 @@ def parse_cache_size(value: int | str) -> CacheSize:
         ConfigError: none of these, fewer than one slot or too many.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(
-            f"expert_cache_size is {value!r}: give a number of slots a layer, 'auto' or a size "
-            "such as '6GiB'"
-        )
+        raise _no_cache_size(value)
     if isinstance(value, str) and value.strip() == AUTO:
         return AUTO
-    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+\s*", value) is None:
-        return Bytes(parse_bytes(value))
     if isinstance(value, str):
         _check_length(value)
+        if _SIZE.fullmatch(value):
+            return Bytes(parse_bytes(value))
+        if re.fullmatch(r"\s*[-+]?\d+\s*", value) is None:
+            raise _no_cache_size(value)
     num_slots = int(value)
     if num_slots > _MOST:
         raise ConfigError("expert_cache_size is a number beyond any model: give fewer slots")
@@ -115,6 +114,13 @@ def parse_cache_size(value: int | str) -> CacheSize:
             f"expert_cache_size is {num_slots}: at least 1 slot a layer is needed: give 1 or more"
         )
     return num_slots
+
+
+def _no_cache_size(value: object) -> ConfigError:
+    return ConfigError(
+        f"expert_cache_size is {value!r}: give a number of slots a layer, 'auto' or a size such as "
+        "'6GiB'"
+    )
 
 
 def _check_length(text: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from rich.table import Table
 
 from hotexperts.cli import console
+from hotexperts.errors import HotExpertsError
 
 
 def test_loading_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +38,38 @@ def test_loading_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     assert "8.0/20.0 GB" in text
     assert "2.0 GB/s" in text
     assert "0:00:06" in text
+
+
+def test_a_full_disk_at_the_other_end_of_stdout_is_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as ended, console.errors_as_one_line(debug=False):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert ended.value.exit_code == 2
+    assert capfd.readouterr().err == (
+        "error: No space left on device where the output goes: make room, or send it elsewhere\n"
+    )
+
+
+def test_a_closed_pipe_stays_what_it_is() -> None:
+    with pytest.raises(BrokenPipeError), console.errors_as_one_line(debug=False):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("link", ["cause", "context"])
+def test_ctrl_c_that_an_import_made_an_error_of_is_ctrl_c(link: str) -> None:
+    error = HotExpertsError("cannot import")
+    setattr(error, f"__{link}__", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt), console.errors_as_one_line(debug=False):
+        raise error
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    table = Table("slots", "tokens a second")
+    table.columns[1].no_wrap = True
+    table.add_row("12 of 128", "1234567.8 tokens/s")
+    console.show(table)
+    assert "1234567.8 tokens/s" in capsys.readouterr().out

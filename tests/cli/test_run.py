@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,14 @@ def test_chat_applies_the_template_where_there_is_one(model_folder: Path, cli: C
     plain = cli("run", model_folder, "--no-chat", *options).json
     assert (default["chat"], default["num_prompt_tokens"]) == (True, len("Q:helloA:"))
     assert (plain["chat"], plain["num_prompt_tokens"]) == (False, len("hello"))
+
+
+def test_a_prompt_longer_than_the_tokenizer_expects_is_one_line() -> None:
+    command = [sys.executable, "-m", "hotexperts", "run", "--prompt", "word " * 2000, *CPU]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()  # without a warning of Transformers
+    assert "more than the context of 1024" in line
 
 
 @pytest.mark.parametrize("ending", ["exit\n", ""], ids=["exit", "end of input"])

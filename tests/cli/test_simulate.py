@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import json
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +275,26 @@ def test_a_killed_process_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     count_steps(sweep)
     with pytest.raises(HotExpertsError, match=r"one of 2 processes was killed.*give fewer jobs"):
         run_sweep(sweep, jobs=2)
+
+
+def test_ctrl_c_does_not_wait_for_replays_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleepy.py").write_text(
+        "import time\nfrom hotexperts.policy.lru import LRU\n"
+        "class Sleepy(LRU):\n    def decide(self, *args, **kwargs):\n        time.sleep(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sweep = Sweep({"t": TWICE}, ["sleepy:Sleepy"], [2])
+
+    def stop() -> None:  # after the first replay, of LRU
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, jobs=3, on_done=stop)
+    assert time.monotonic() - start < 30
+    assert multiprocessing.active_children() == []
 
 
 def test_the_cost_of_a_step() -> None:

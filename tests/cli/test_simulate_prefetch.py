@@ -86,7 +86,7 @@ def test_the_table_shows_both(trace: Path, cli: Cli) -> None:
         (["--prefetch", "oracle", "--prefetch-slack", "some"], "give one of compute, unlimited"),
         (["--prefetch", "oracle", "--prefetch-budget", ".5x"], "'.5x': give 1x or more"),
         (["--prefetch", "oracle", "--prefetch-budget", "2x,3x"], "give one Nx, one size, or both"),
-        (["--prefetch", "oracle", "--prefetch-budget", "3 hogsheads"], "unknown unit"),
+        (["--prefetch", "oracle", "--prefetch-budget", "3 hogsheads"], "--prefetch-budget: size"),
         (["--prefetch", "oracle", "--prefetch-rows", "0"], "at most 0 guesses a call: give 1"),
         (["--prefetch", "oracle", "--moe-share", "1.5"], "experts take 1.5 of a layer's compute"),
         (

@@ -294,7 +294,7 @@ def test_a_budget_counts_just_what_prefetches_take(
     monkeypatch.setattr(build, "capacity_for_budget", capacity_for_budget)
     model = load(checkpoint, "1GiB", "device", prefetch=prefetch)
     cache = model.expert_cache
-    lanes = {provider._lane for provider in cache.providers} - {None}
+    lanes = {p.lookahead.lane for p in cache.providers if p.lookahead is not None}
     scales = (len(cache.providers) - 1) * model.config.hidden_size * model.dtype.itemsize
     taken = sum(lane.nbytes for lane in lanes) + cache.lift_nbytes
     taken += scales if prefetch == "router" and lacking is None else 0

@@ -80,7 +80,10 @@ def _notes(data: Data) -> list[str]:
     if data["domains"]:
         lines += (
             f"{row['capacity']} slots, warm hits: "
-            + ", ".join(f"{g['name']} {percent(g['hit_rate'])}" for g in row["groups"])
+            + ", ".join(
+                f"{g['name']} {percent(g['hit_rate']).removesuffix(' %')}" for g in row["groups"]
+            )
+            + " %"
             for row in rows
             if "groups" in row
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -28,6 +29,8 @@ from hotexperts.errors import HotExpertsError
 
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NARROWEST = 80  # columns, for which tables are made
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
 _EXTRAS = {
     **dict.fromkeys(_LIBRARIES, "transformers"),
@@ -48,6 +51,8 @@ def errors_as_one_line(debug: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if _is_interrupted(error):
+            raise KeyboardInterrupt from error
         message = _message(error)
         if message is None:
             raise
@@ -55,6 +60,13 @@ def errors_as_one_line(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         show_error(message)
         raise typer.Exit(EXIT_ERROR) from None
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came in an import that made an error of its own of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def show_error(message: object) -> None:
@@ -74,6 +86,8 @@ def _message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{str(error.filename)[:80]}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"{error.strerror} where the output goes: make room, or send it elsewhere"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRAS.get((error.name or "").split(".")[0])
         if extra is not None:
@@ -157,8 +171,10 @@ def prints_to_stderr() -> redirect_stdout[Any]:
 
 
 def show(renderable: RenderableType) -> None:
-    """Something pretty on stdout."""
-    Console().print(renderable)
+    """Something pretty on stdout: in a narrow terminal lines go on below, and no number is cut."""
+    console = Console()
+    console.width = max(console.width, _NARROWEST)
+    console.print(renderable)
 
 
 def show_json(data: dict[str, Any] | list[dict[str, Any]]) -> None:

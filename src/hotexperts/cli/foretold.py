@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from hotexperts.cli import lists
-from hotexperts.config import parse_bytes
+from hotexperts.cli import lists, options
 from hotexperts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +126,8 @@ def _budget(values: list[str]) -> tuple[float | None, int | None]:
     sizes = [value for value in values if not value.endswith("x")]
     if len(ratios) > 1 or len(sizes) > 1:
         raise ConfigError(f"--prefetch-budget {','.join(values)}: give one Nx, one size, or both")
-    return _ratio(ratios[0]) if ratios else None, parse_bytes(sizes[0]) if sizes else None
+    num_bytes = options.nbytes("--prefetch-budget", sizes[0]) if sizes else None
+    return _ratio(ratios[0]) if ratios else None, num_bytes
 
 
 def _ratio(text: str) -> float:

@@ -80,7 +80,8 @@ class Session:
         Raises:
             ConfigError: an empty prompt, or more tokens than the context.
         """
-        inputs = self._encode(prompt)
+        with quiet_libraries():  # a prompt that is too long gets our error, not a warning as well
+            inputs = self._encode(prompt)
         num_prompt_tokens = inputs["input_ids"].shape[-1]
         self._check_length(num_prompt_tokens)
         pieces = TextPieces(self._tokenizer, emit)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hotexperts.config import Bytes, parse_cache_size
+from hotexperts.config import Bytes, parse_bytes
 from hotexperts.errors import ConfigError
 
 HELP = "Separate several by commas, or repeat the option."
@@ -85,9 +85,7 @@ def sizes(option: str, values: Sequence[str] | None) -> list[int | Bytes]:
         if not text[0].isdigit() or text.isdigit():
             found += numbers(option, [text], ())
             continue
-        size = parse_cache_size(text)
-        assert isinstance(size, int | Bytes)  # "auto" begins with no digit
-        found.append(size)
+        found.append(Bytes(parse_bytes(text)))
     return found
 
 

@@ -6,10 +6,11 @@ in what was asked for, 130 Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias
 
 import typer
+from typer.core import TyperCommand
 
 import hotexperts
 from hotexperts.cli.bench import bench
@@ -32,18 +33,28 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its panels cut the names of options off at 80 columns
 )
-app.command()(run)
-app.command(cls=ServeCommand)(serve)
-app.command()(verify)
-app.command()(bench)
-app.command(cls=SimulateCommand)(simulate)
-app.command()(trace)
-app.command()(report)
-app.command()(plan)
-app.command()(top)
-app.command()(pack)
-app.command()(doctor)
+_Command: TypeAlias = Callable[..., None]
+_COMMANDS: dict[_Command, str] = {  # in a line of a terminal; its own help has more
+    run: "Generate text with a cached model; report hits, bytes and speed.",
+    serve: "Serve a cached model to OpenAI's clients.",
+    verify: "Compare a cached model with the resident one, bit for bit.",
+    bench: "Measure a cached model beside the resident one.",
+    simulate: "Replay recorded routing through policies, without a model.",
+    trace: "Record which experts each token asks for, or draw it.",
+    report: "Write one HTML page of a trace or of a command's JSON.",
+    plan: "Reckon slots, memory and speed from a model's headers.",
+    top: "Watch the hit rate and the copies of a running server.",
+    pack: "Write a checkpoint's experts to a file for --expert-store disk.",
+    doctor: "Look at GPU, link, memory, disk and versions; say what to do.",
+}
+_CLASSES: dict[_Command, type[TyperCommand]] = {
+    serve: ServeCommand,
+    simulate: SimulateCommand,
+}
+for _command, _line in _COMMANDS.items():
+    app.command(cls=_CLASSES.get(_command), short_help=_line)(_command)
 
 
 def _show_version(wanted: bool) -> None:

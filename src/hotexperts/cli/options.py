@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +32,7 @@ class Dtype(str, Enum):
 Model = Annotated[
     str | None,
     typer.Argument(
+        metavar="MODEL",
         help="Folder with a safetensors checkpoint, a .gguf file, or a hub id.",
         show_default="the demonstration model inside the package",
     ),
@@ -166,11 +169,28 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def stdin_text() -> str:
+    """All that comes on stdin.
+
+    Raises:
+        ConfigError: it is closed, or no text.
+    """
+    if sys.stdin is None:  # closed by who called: Python then has none
+        raise ConfigError("stdin is closed: give it a text, or name one on the command line")
+    try:
+        return check_text(sys.stdin.read(), "the text on stdin")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
+        ) from error
+
+
 def check_output(option: str, name: str) -> None:
     """Refuse before the long part what could not be written after it.
 
     Raises:
-        ConfigError: a folder, a pipe or a device, or a file in a folder that is not there.
+        ConfigError: a folder, a pipe or a device, or a file in a folder that is not there or
+            read-only.
     """
     path = Path(name)
     if not path.absolute().parent.is_dir():
@@ -179,6 +199,8 @@ def check_output(option: str, name: str) -> None:
         raise ConfigError(f"{option} {name!r} is a folder: name a file in it")
     if (kind := other_than_file(path)) is not None:
         raise ConfigError(f"{option} {name}: {kind} is there: name a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {name}: not writable: name another file, or change its rights")
 
 
 def context(wanted: int | None, default: int, positions: int | None) -> int:

@@ -31,8 +31,9 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="Folder with config.json and safetensors, hub id, or .gguf file; only headers "
-            "are read."
+            "are read.",
         ),
     ],
     vram: Annotated[

@@ -107,7 +107,7 @@ def run(
             if interactive:
                 _loop(session)
             else:
-                _once(session, _read_stdin() if prompt == "-" else prompt or "", as_json)
+                _once(session, options.stdin_text() if prompt == "-" else prompt or "", as_json)
 
 
 @contextmanager
@@ -130,6 +130,8 @@ def _check_prompt(prompt: str | None, interactive: bool, as_json: bool) -> None:
         raise ConfigError("give --prompt TEXT or --interactive")
     if prompt is not None and interactive:
         raise ConfigError("give --prompt TEXT or --interactive, not both")
+    if interactive and sys.stdin is None:
+        raise ConfigError("--interactive asks on stdin, which is closed: give --prompt TEXT")
     if interactive and as_json:
         raise ConfigError("--json prints one object: use it with --prompt")
     options.check_text(prompt or "", "--prompt")
@@ -143,15 +145,6 @@ def _check_draws(temperature: float, seed: int) -> None:
         )
     if not -(2**63) <= seed < 2**64:
         raise ConfigError("--seed does not fit 64 bits: give a smaller one")
-
-
-def _read_stdin() -> str:
-    try:
-        return options.check_text(sys.stdin.read(), "the text on stdin")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the text on stdin is not valid {error.encoding}: give it in that encoding"
-        ) from error
 
 
 def _once(session: Session, prompt: str, as_json: bool) -> None:

@@ -55,7 +55,7 @@ def simulate(
     traces: Annotated[
         list[str],
         typer.Argument(
-            metavar="TRACE...", help="Recorded routing: .npz, .jsonl or .csv (docs/traces.md)."
+            metavar="TRACE", help="Recorded routing: .npz, .jsonl or .csv (docs/traces.md)."
         ),
     ],
     policy: Annotated[

@@ -19,7 +19,10 @@ from hotexperts.observe.rates import Rates, rates, read_totals
 
 def top(
     url: Annotated[
-        str, typer.Argument(help="Where the counters are: http://127.0.0.1:8000/metrics of vLLM.")
+        str,
+        typer.Argument(
+            metavar="URL", help="Where the counters are: http://127.0.0.1:8000/metrics of vLLM."
+        ),
     ],
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")

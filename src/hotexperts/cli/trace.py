@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,7 +143,7 @@ def _read_prompts(name: str | None) -> list[tuple[str, str]]:
         raise ConfigError("give --prompts FILE with one prompt a line, or --synthetic KIND")
     shown = "stdin" if name == _STDIN else f"--prompts {name}"
     try:
-        text = sys.stdin.read() if name == _STDIN else _read(Path(name))
+        text = options.stdin_text() if name == _STDIN else _read(Path(name))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown} is not valid {error.encoding}: give it in that") from error
     except OSError as error:

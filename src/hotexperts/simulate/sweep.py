@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -227,7 +229,8 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")  # fork is unsafe beside a progress bar's thread
     pool = ProcessPoolExecutor(jobs, context, initializer=_hold, initargs=(sweep,))
     try:
-        futures = {pool.submit(_count_held, cell): cell for cell in cells}
+        with _ctrl_c_for_us_alone():
+            futures = {pool.submit(_count_held, cell): cell for cell in cells}
         for future in as_completed(futures):
             future.result()
             on_done()
@@ -236,8 +239,27 @@ def _in_processes(
         raise HotExpertsError(
             f"one of {jobs} processes was killed, perhaps for memory: give fewer jobs"
         ) from error
+    except BaseException:
+        _end(pool)
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _ctrl_c_for_us_alone() -> Iterator[None]:
+    """Processes that begin inside do not see it, and show no traceback: we end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """End what is being replayed for nobody: a pool waits for it otherwise, for minutes perhaps."""
+    for process in list((pool._processes or {}).values()):  # public from Python 3.14 on
+        process.terminate()
 
 
 def _hold(sweep: Sweep) -> None:
