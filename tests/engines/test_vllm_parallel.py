@@ -140,11 +140,15 @@ def test_two_ranks_cache_their_own_shards(
     assert ranks.generate() == expected
     assert ranks.has_graphs()
     first, second = ranks.stats()
+    if not is_on_cpu(two):  # packed shards take different bytes
+        for layer in (*first.values(), *second.values()):
+            assert layer.pop("bytes_moved") > 0
     assert first == second
     assert all(layer["evictions"] > 0 for layer in first.values())
     memory = [models[0] for models in ranks.llm.collective_rpc("expert_cache_memory")]
     experts_nbytes = 4 * 16 * 3 * 64 * 128 * (4 if is_on_cpu(two) else 2)  # layers, experts, ...
-    assert sum(rank["host"] for rank in memory) == experts_nbytes
+    host_nbytes = sum(rank["host"] for rank in memory)
+    assert host_nbytes == experts_nbytes if is_on_cpu(two) else host_nbytes < experts_nbytes
     assert [rank["slots"] for rank in memory] == [experts_nbytes // 2 * 6 // 16] * 2
     ranks.llm.collective_rpc("end_expert_trace")
     traces = [read_trace(tmp_path / f"routing.rank{rank}.npz") for rank in (0, 1)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -110,6 +112,21 @@ def test_parts_are_the_whole_bit_for_bit(at_once: int) -> None:
     assert len(found.parameters["w13_weight"]) == len(loading.parts(E, at_once)[-1])
     assert layer.w2_weight.weight_loader == "vLLM's"
     assert layer.local_num_experts == layer.num_experts == method.num_experts == E
+
+
+def test_one_part_at_a_time_is_on_the_device() -> None:
+    """The room is reckoned for one part and its rows: nothing may hold the part before."""
+    layer, parts_made = make_layer(), list[weakref.ref[torch.Tensor]]()
+
+    def process(self: Method, layer: Any) -> None:
+        gc.collect()
+        assert all(made() is None for made in parts_made)
+        Method.process(self, layer)
+        parts_made.append(weakref.ref(layer.w13_weight))
+
+    method = method_named("Fp8MoEMethod", process=process)
+    repack_in_parts(layer, method, method.process, 4, CPU, pin=False)
+    assert len(parts_made) == 3
 
 
 def test_a_method_that_nobody_read_is_refused() -> None:

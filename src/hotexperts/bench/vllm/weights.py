@@ -43,7 +43,7 @@ def draw_weights() -> Callable[[], None]:
         with loading(module, target_device) as found:
             if type(module).__name__.endswith("RoutedExperts"):
                 for name, tensor in module.named_parameters(recurse=False):
-                    _draw(f"{module.layer_name}.{name}", tensor.data)
+                    _draw_on(target_device, f"{module.layer_name}.{name}", tensor.data)
             yield found
 
     def stop() -> None:
@@ -53,6 +53,17 @@ def draw_weights() -> Callable[[], None]:
     DummyModelLoader.load_weights = draw_all
     utils.device_loading_context = loading_and_drawing
     return stop
+
+
+def _draw_on(device: torch.device, name: str, tensor: torch.Tensor) -> None:
+    """Draw there, also what stays on the host since the layer does not fit: matrix by matrix."""
+    if tensor.device.type == device.type or tensor.dtype != torch.bfloat16 or tensor.dim() < 3:
+        _draw(name, tensor)
+        return
+    for index, matrix in enumerate(tensor):
+        drawn = torch.empty_like(matrix, device=device)
+        _draw(f"{name}.{index}", drawn)
+        matrix.copy_(drawn)
 
 
 @torch.no_grad()

@@ -84,7 +84,11 @@ def repack_in_parts(
     before = _State(layer), _State(method)
     store: CPUBackingStore | None = None
     first_of_layer: dict[str, torch.Tensor] = {}
+    parameters: dict[str, Any] = {}
+    experts: Any = None
     for part in parts(num_experts, at_once):
+        # Nothing may hold the part before: the room is reckoned for one of them and its rows.
+        parameters, experts = {}, None
         for state in before:
             state.restore()
         try:
@@ -96,8 +100,7 @@ def repack_in_parts(
         parameters = per_expert_parameters(layer, experts, len(part))
         of_layer = _of_layer(layer, experts, len(part))
         if store is None:
-            tensors = {name: p.data for name, p in parameters.items()}
-            store = CPUBackingStore(ExpertLayout.of(tensors)[0], num_experts, pin=pin)
+            store = CPUBackingStore(_layout(parameters), num_experts, pin=pin)
             first_of_layer = of_layer
         _check_alike(layer, method, first_of_layer, of_layer)
         _add_rows(layer, method, store, parameters, part)
@@ -171,6 +174,10 @@ def _check_alike(
         raise UnsupportedModelError(_needs_the_gpu(layer, method, reason))
 
 
+def _layout(parameters: dict[str, Any]) -> ExpertLayout:
+    return ExpertLayout.of({name: parameter.data for name, parameter in parameters.items()})[0]
+
+
 def _add_rows(
     layer: Any,
     method: Any,
@@ -179,7 +186,7 @@ def _add_rows(
     part: range,
 ) -> None:
     tensors = {name: p.data for name, p in parameters.items()}
-    if ExpertLayout.of(tensors)[0] != store.layout:
+    if _layout(parameters) != store.layout:
         reason = "gives experts other shapes from part to part, so it cannot repack"
         raise UnsupportedModelError(_needs_the_gpu(layer, method, reason))
     rows = store.rows[part.start : part.stop]
