@@ -37,8 +37,7 @@ PROMPT_TOKENS = 2000  # of a prefill in vLLM
 TRANSFORMERS_GRAPH_LAYER_MS = 0.2  # of many small kernels: not forecast, as `run` captures none
 RECORDED_TOP_K = {"Qwen3-30B-A3B": 6, "gpt-oss-120b": 4, "granite-3.0-1b-a400m": 8, "moe507m": 8}
 OUTLIERS = {  # more than 25 % outside, and what is known of it
-    "core-decode: cache-4GiB": "the policy turned experts away then, at a cost (decision 9)",
-    "device-decode: host-6GiB-lru": "not the default policy; its steps took from 27 to 561 ms",
+    "device-decode: host-6GiB-lru": "not the default policy; its steps took from 24 to 97 ms",
 }
 RESULTS = Path(__file__).parent.parent / "bench/results"
 

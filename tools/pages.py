@@ -31,6 +31,7 @@ def blocks() -> dict[str, dict[str, str]]:
         "docs/policies.md": {"policies": result_tables.policy_tables()},
         "docs/prefetch.md": prefetch_tables.tables()
         | {"prefetch-decode": result_tables.guesses_table()},
+        "docs/formats.md": {"tiers-gpu": result_tables.tiers_table()},
         "docs/metrics.md": {"counters": counters_table()},
         "docs/decisions/index.md": {"decisions": decisions()},
         "docs/parallel.md": {

@@ -80,6 +80,21 @@ def guesses_table() -> str:
     return table(("", "", "a step", "gained", "of what perfect ones gain"), rows)
 
 
+def tiers_table() -> str:
+    """Experts small in host memory: what kernels deliver of them, and decode with them."""
+    cases = load("tiers-gpu")["cases"]
+    forms = cases["forms"]["forms"]
+    rows = []
+    for name, found in forms.items():
+        row = cases.get(name, {})
+        speed = f"{row['tokens_per_s']:.1f}" if row else ""
+        host = f"{row['host_bytes'] / 1e9:.2f} GB" if row else ""
+        delivered = f"{found['gb_s']:.1f} GB/s"
+        rows.append((f"`{name}`", f"{found['part_of_bytes']:.2f}", delivered, host, speed))
+    head = ("experts as", "of bf16's bytes", "into slots", "host memory", "tokens/s")
+    return table(head, rows)
+
+
 def prefill_table() -> str:
     names = {
         "resident": "every expert on the GPU",

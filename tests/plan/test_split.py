@@ -22,6 +22,7 @@ from hotexperts.plan.speed import (
     GRAPH_LAYER_MS,
     KERNEL_PART_OF_LINK,
     PART_OF_TFLOPS,
+    RANKS_LAYER_MS,
     prefill_ms,
     step,
 )
@@ -139,11 +140,13 @@ def test_a_step_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = step(FACTS, MACHINE, 32, 1, 0, Split(2))
     assert tensor.missed_gb[1] == pytest.approx(2 * half / 1e9)
     assert tensor.copy_ms[1] == pytest.approx(2 * half / 50e6 / KERNEL_PART_OF_LINK)
-    resident = (500_000 + 8 * half) / 1e9 + GRAPH_LAYER_MS * 4
+    resident = (500_000 + 8 * half) / 1e9 + (GRAPH_LAYER_MS + RANKS_LAYER_MS["tp"]) * 4
     assert tensor.ms[1] == pytest.approx(resident + tensor.copy_ms[1])
     expert = step(FACTS, MACHINE, 16, 1, 0, Split(2, "ep"))
     assert expert.missed_gb[1] == pytest.approx(2 * whole / 1e9)
     assert expert.copy_ms[1] == pytest.approx(2 * whole / 50e6 / KERNEL_PART_OF_LINK)
+    resident = (500_000 + 6 * whole) / 1e9 + (GRAPH_LAYER_MS + RANKS_LAYER_MS["ep"]) * 4
+    assert expert.ms[1] == pytest.approx(resident + expert.copy_ms[1])
     # On one link: twice a rank's bytes; with whole experts all that both miss, 3 of them.
     assert step(FACTS, MACHINE, 32, 1, 0, Split(2, "tp", 2)).copy_ms[1] == pytest.approx(
         2 * 2 * half / 50e6 / KERNEL_PART_OF_LINK

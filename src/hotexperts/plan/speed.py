@@ -11,6 +11,8 @@ from hotexperts.plan.split import Split, demand, part_of
 
 GRAPH_LAYER_MS = 0.06  # of launches and small kernels in a CUDA graph, vLLM on an H200
 LOOP_LAYER_MS = 1.4  # in Transformers' own loop there, which launches each kernel from Python
+# More of it where ranks tell each other what they found, on two H200 at batch 1.
+RANKS_LAYER_MS = {"tp": 0.016, "ep": 0.04}
 KERNEL_PART_OF_LINK = 0.925  # what copies by a kernel reach of the copy engine's rate
 ENGINE_PART_OF_LINK = 0.99  # what the copy engine reaches of it, which serves prefills
 PACKED_PART = 0.754  # of bf16 experts' bytes cross the link: docs/decisions/0016
@@ -60,6 +62,8 @@ def step(
     asked = demand(shape.num_experts, shape.top_k, capacity, batch, num_ranks)
     expert_gb = sum(layer.row_nbytes for layer in part.layers) / 1e9
     read_gb = (part.other_nbytes + kv_nbytes) / 1e9 + asked.demanded * expert_gb
+    if split.num_gpus > 1:
+        layer_ms += RANKS_LAYER_MS[split.parallel]
     resident_ms = 1e3 * read_gb / machine.memory_gb_s + layer_ms * facts.num_layers
     most = most_misses(part.layers[0].num_experts, capacity, batch)
     pair = (min(asked.demanded, most * asked.missed), asked.missed)
