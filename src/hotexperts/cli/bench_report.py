@@ -115,7 +115,7 @@ def _differences(data: Data) -> list[str]:
     lines = []
     tolerance = data.get("tolerance")  # of vLLM alone
     if all(row["verified"] for row in data["rows"] if "verified" in row):
-        what = f"log probabilities, to {tolerance}" if tolerance else "bits"
+        what = f"log probabilities, to {tolerance:.2g}" if tolerance else "bits"
         lines.append(f"Every cache gives the resident model's {what}.")
     if all(row.get("verified") is None for row in data["rows"]):
         lines.append("Not verified, and no bound: the resident model was left out.")

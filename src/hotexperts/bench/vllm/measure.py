@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from hotexperts.bench.measure import LINK_EXPERTS
 from hotexperts.bench.routing import Routing
 from hotexperts.bench.rows import Found, Row, cached_row, name_of, resident_row
-from hotexperts.bench.shapes import Shape
 from hotexperts.bench.sources import resident_fits
 from hotexperts.bench.vllm.decode import Decoder, Likeliest, verified
 from hotexperts.bench.vllm.engine import Engine
@@ -27,8 +27,9 @@ _WARM_UP_STEPS = 2
 _VERIFY_TOKENS = 8
 # Of a log probability. Kernels for 4 bits split a sum by the order of their blocks, which follows
 # the slots, and round to bfloat16 in another place, in every layer; those for CPUs add up the parts
-# of a wave. Another expert's row changes it by whole units.
-_TOLERANCE_OF_4_BITS, _TOLERANCE_ON_CPU = 0.3, 0.05
+# of a wave. How far that goes in a model, its own rows tell, decoded together and one by one: twice
+# as much may differ, but no less and no more than this. Another expert's row changes whole units.
+_LEAST_OF_4_BITS, _LEAST_ON_CPU, _MOST = 0.3, 0.05, 0.8
 
 
 def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict[str, Any]:
@@ -53,10 +54,12 @@ def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict
     rows: list[Row] = []
     resident_ms: dict[int, tuple[float, float]] = {}
     expected: Likeliest = []
+    tolerance = None
     if asked.has_resident:
         with resident_fits():
             engine.use_slots(0)
         expected = _likeliest(decoder, asked)
+        tolerance = _tolerance(decoder, asked, expected)
         for batch in asked.batches:
             row = resident_row(_decoded(decoder, asked, batch), batch, asked.prompt_tokens)
             resident_ms[batch] = row["warm"]["prefill_ms"], row["warm"]["step_ms"]
@@ -65,7 +68,7 @@ def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict
     for size in asked.sizes:
         engine.use_slots(size)
         about = _about(engine, size) | {"load_seconds": seconds, "link_gb_s": link}
-        about |= verified(_likeliest(decoder, asked), expected, facts["tolerance"])
+        about |= verified(_likeliest(decoder, asked), expected, tolerance or 0.0)
         for batch in asked.batches:
             row = {**about, "batch": batch}
             if about["verified"] is not False:
@@ -74,7 +77,7 @@ def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict
                 row |= cached_row(found, batch, asked.prompt_tokens, known, link)
             rows.append(row)
         on_done()
-    return {**facts, "rows": rows}
+    return {**facts, "tolerance": tolerance, "rows": rows}
 
 
 def _facts(engine: Engine, asked: Asked) -> dict[str, Any]:
@@ -90,14 +93,19 @@ def _facts(engine: Engine, asked: Asked) -> dict[str, Any]:
         "num_layers": len(stores),
         "num_experts": min(store.num_experts for store in stores),
         "expert_nbytes": max(store.layout.nbytes for store in stores),
-        "tolerance": _tolerance(asked.shape),
     }
 
 
-def _tolerance(shape: Shape) -> float:
-    if not torch.cuda.is_available():
-        return _TOLERANCE_ON_CPU
-    return 0.0 if shape.quantization is None else _TOLERANCE_OF_4_BITS
+def _tolerance(decoder: Decoder, asked: Asked, expected: Likeliest) -> float:
+    """What a log probability may be off by; 0 where kernels compute the same bits in any slots."""
+    is_gpu = torch.cuda.is_available()
+    if is_gpu and asked.shape.quantization is None:
+        return 0.0
+    rows = range(max(asked.batches))
+    alone = [one for row in rows for one in _likeliest(decoder, asked, [row])]
+    rounding = verified(alone, expected, math.inf)["largest_difference"]
+    least = _LEAST_OF_4_BITS if is_gpu else _LEAST_ON_CPU
+    return float(min(max(least, 2 * rounding), _MOST))
 
 
 def _about(engine: Engine, size: int) -> Row:
@@ -115,9 +123,10 @@ def _about(engine: Engine, size: int) -> Row:
     }
 
 
-def _likeliest(decoder: Decoder, asked: Asked) -> Likeliest:
-    batch = max(asked.batches)
-    return decoder.likeliest(range(batch), asked.prompt_tokens, min(_VERIFY_TOKENS, asked.steps))
+def _likeliest(decoder: Decoder, asked: Asked, rows: Sequence[int] | None = None) -> Likeliest:
+    """Of these rows together; of the largest batch by default."""
+    rows = range(max(asked.batches)) if rows is None else rows
+    return decoder.likeliest(rows, asked.prompt_tokens, min(_VERIFY_TOKENS, asked.steps))
 
 
 def _decoded(decoder: Decoder, asked: Asked, batch: int) -> Found:
