@@ -69,7 +69,7 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
     names = args.cases or benchmark.cases
     table = _kept(args.out, names) if args.keep else {}
     for case in names:
-        table[case] = _child(case)
+        table = _in_order({**table, case: _child(case)}, benchmark.cases)
         done = {name: row for name, row in table.items() if "failed" not in row}
         more = benchmark.compare(done)
         show = benchmark.show if case in done else json.dumps
@@ -92,6 +92,12 @@ def _kept(out: Path | None, names: Sequence[str]) -> Table:
         for case, row in earlier["cases"].items()
         if case not in names and "failed" not in row
     }
+
+
+def _in_order(table: Table, cases: Sequence[str]) -> Table:
+    """As the benchmark lists them, however they were asked for; others last."""
+    known = [case for case in cases if case in table]
+    return {case: table[case] for case in [*known, *(c for c in table if c not in cases)]}
 
 
 def _child(case: str) -> Row:

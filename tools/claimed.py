@@ -11,7 +11,6 @@ TABLES = {
     "prompt": "vllm-promise",
     "decode": "core-decode",
     "device": "device-decode",
-    "packed": "device-decode-packed",
     "prefill": "device-prefill",
     "vllm": "vllm-decode",
     "eager": "vllm-decode-plain",
@@ -68,7 +67,7 @@ CLAIMS = (
     ),
     Claim(
         "at {} with experts packed on the way (the default) and at {} with prefetch",
-        "device-decode-packed",
+        "device-decode",
         (
             field("cases/device-6GiB-adv-packed12/tokens_per_s", "{:.0f}"),
             field("cases/device-6GiB-adv-packed12-prefetch/tokens_per_s", "{:.0f}"),

@@ -45,7 +45,6 @@ def blocks() -> dict[str, dict[str, str]]:
             "vllm": result_tables.vllm_table(),
             "eager": result_tables.eager_table(),
             "device": result_tables.device_table(),
-            "packed": result_tables.packed_table(),
             "decode": result_tables.decode_table(),
             "prefill": result_tables.prefill_table(),
             "load": result_tables.load_table(),

@@ -48,19 +48,15 @@ def decode_table() -> str:
     return table(names, rows)
 
 
-def device_table(result: str = "device-decode") -> str:
+def device_table() -> str:
     rows = []
-    for case, row in load(result)["cases"].items():
+    for case, row in load("device-decode")["cases"].items():
         speed = row["tokens_per_s"]
         speed = speed["median"] if isinstance(speed, dict) else speed
         mean = f"{row['step_ms_mean']:.2f}" if "step_ms_mean" in row else ""
         shown = f"{speed:.{1 if speed >= 10 else 2}f}"
         rows.append((case, shown, mean, str(row.get("capacity", "")), percent(row.get("hit_rate"))))
     return table(("case", "tokens/s", "ms a step (mean)", "slots a layer", "hit rate"), rows)
-
-
-def packed_table() -> str:
-    return device_table("device-decode-packed")
 
 
 def guesses_table() -> str:
@@ -100,6 +96,7 @@ def prefill_table() -> str:
         "resident": "every expert on the GPU",
         "all": "64 slots a layer, all hit",
         "quarter-adv": "16 slots a layer",
+        "quarter-adv-packed12": "16 slots a layer, packed on the way",
     }
     rows = []
     for case, row in load("device-prefill")["cases"].items():

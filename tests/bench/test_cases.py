@@ -33,6 +33,11 @@ def test_other_rows_are_kept_with_what_they_ran_on(
     assert found["n"] == 2
 
 
+def test_rows_stand_as_the_benchmark_lists_them() -> None:
+    table = {"c": {}, "other": {}, "a": {}}
+    assert list(cases._in_order(table, ("a", "b", "c"))) == ["a", "c", "other"]
+
+
 def test_keeping_needs_a_file(tmp_path: Path) -> None:
     benchmark = cases.Benchmark("a-b", ("x",), lambda *_: {}, {}, lambda table: {})
     args = ["--out", str(tmp_path / "none.json"), "--keep"]
