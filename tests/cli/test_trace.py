@@ -186,17 +186,41 @@ def test_ctrl_c_keeps_what_was_recorded(
 
 
 @uses_a_model
-def test_a_prompt_that_is_too_long_is_placed(tmp_path: Path, cli: Cli, saved_model: Path) -> None:
+def test_a_prompt_that_is_too_long_is_placed_before_any_is_answered(
+    tmp_path: Path, cli: Cli, saved_model: Path, answers: list[dict[str, Any]]
+) -> None:
     file, out = tmp_path / "p.txt", tmp_path / "t.npz"
     file.write_text("short\n\n" + "x" * 200 + "\nnever reached\n")
     result = cli("trace", saved_model, "--prompts", file, "--out", out, *CPU)
     assert_one_line(result, f"--prompts {file}, line 3: 200 tokens of prompt and 6 new ones are")
+    assert not out.exists()
+    out.write_bytes(b"mine")
+    assert_one_line(cli("trace", saved_model, "--prompts", file, "--out", out, *CPU), "line 3: 200")
+    assert out.read_bytes() == b"mine"
+    assert answers == []
+
+
+@uses_a_model
+def test_a_fault_on_the_way_keeps_what_was_recorded(
+    tmp_path: Path, cli: Cli, saved_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotexperts.cli.generate import Session
+    from hotexperts.errors import CheckpointError
+
+    original = Session.answer
+
+    def answer(self: Session, prompt: str, **how: Any) -> dict[str, Any]:
+        if prompt == "broken":
+            raise CheckpointError("the disk says no: look at it")
+        return original(self, prompt, **how)
+
+    monkeypatch.setattr(Session, "answer", answer)
+    file, out = tmp_path / "p.txt", tmp_path / "t.npz"
+    file.write_text("short\nbroken\nnever reached\n")
+    result = cli("trace", saved_model, "--prompts", file, "--out", out, *CPU)
+    assert_one_line(result, f"--prompts {file}, line 2: the disk says no: look at it")
     assert f"what was recorded before is in {out}: 10 tokens" in result.err
     assert len(read_trace(out).ids) == 10
-    file.write_text("x" * 200)
-    before = out.read_bytes()
-    assert_one_line(cli("trace", saved_model, "--prompts", file, "--out", out, *CPU), "line 1: 200")
-    assert out.read_bytes() == before
 
 
 @uses_a_model

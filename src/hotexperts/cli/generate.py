@@ -80,10 +80,8 @@ class Session:
         Raises:
             ConfigError: an empty prompt, or more tokens than the context.
         """
-        with quiet_libraries():  # a prompt that is too long gets our error, not a warning as well
-            inputs = self._encode(prompt)
+        inputs = self._encoded(prompt)
         num_prompt_tokens = inputs["input_ids"].shape[-1]
-        self._check_length(num_prompt_tokens)
         pieces = TextPieces(self._tokenizer, emit)
         before = self._counters()
         if echo:
@@ -107,6 +105,20 @@ class Session:
             ],
             "memory": self._memory(),
         }
+
+    def check(self, prompt: str) -> None:
+        """Before anything is computed.
+
+        Raises:
+            ConfigError: an empty prompt, or more tokens than the context.
+        """
+        self._encoded(prompt)
+
+    def _encoded(self, prompt: str) -> dict[str, Any]:
+        with quiet_libraries():  # a prompt that is too long gets our error, not a warning as well
+            inputs = self._encode(prompt)
+        self._check_length(inputs["input_ids"].shape[-1])
+        return inputs
 
     def _encode(self, prompt: str) -> dict[str, Any]:
         if self.uses_chat:

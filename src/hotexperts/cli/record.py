@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,8 @@ class Recording:
     ) -> Iterator[Recorded]:
         """What each prompt and its answer ask for; of one that Ctrl-C breaks off, what came.
 
+        No prompt is answered before all are known to fit.
+
         Args:
             prompts: where each stands, for errors, and its text.
             with_logits: record the routers' logits as well.
@@ -78,16 +81,27 @@ class Recording:
             ConfigError: a prompt that cannot be answered; its place is named.
             UnsupportedModelError: routing of a form that cannot be recorded.
         """
+        for place, text in prompts:
+            with _named(place):
+                self.session.check(text)
         recorder = RoutingRecorder(self.model, with_logits=with_logits, with_guesses=with_guesses)
         with recorder:
             for place, text in prompts:
                 try:
-                    self.session.answer(text, emit=lambda text: None)
-                except HotExpertsError as error:
-                    raise ConfigError(f"{place}: {error}") from error
+                    with _named(place):
+                        self.session.answer(text, emit=lambda text: None)
                 except KeyboardInterrupt:
                     if found := recorder.take():
                         yield found
                     raise
                 if found := recorder.take():
                     yield found
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Errors inside say which prompt they are of."""
+    try:
+        yield
+    except HotExpertsError as error:
+        raise ConfigError(f"{place}: {error}") from error
