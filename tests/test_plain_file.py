@@ -13,7 +13,8 @@ from hotexperts.bench.earlier import read_earlier
 from hotexperts.bench.routing import find_routing
 from hotexperts.bench.shapes import find_shape
 from hotexperts.cache.mapped_file import MappedFile
-from hotexperts.cache.pack_format import PackHeader, SourceFile, is_pack
+from hotexperts.cache.pack_format import PackHeader, is_pack
+from hotexperts.cache.pack_source import SourceFile
 from hotexperts.cli.main import main
 from hotexperts.errors import HotExpertsError
 from hotexperts.gguf_header import read_header as read_gguf

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hotexperts.cache import CPUBackingStore
-from hotexperts.cache.pack_format import PackedLayer, PackHeader, SourceFile
+from hotexperts.cache.pack_format import PackedLayer, PackHeader
+from hotexperts.cache.pack_source import SourceFile
 from hotexperts.cache.pack_writer import write_pack
 
 NUM_EXPERTS = 6

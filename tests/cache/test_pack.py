@@ -16,7 +16,8 @@ import pytest
 from cache.packs import NUM_EXPERTS, blank, equal, failing, flip, header_of, make_pack, make_stores
 from hotexperts.cache import disk, pack_writer
 from hotexperts.cache.pack_file import PackFile
-from hotexperts.cache.pack_format import PackHeader, SourceFile
+from hotexperts.cache.pack_format import PackHeader
+from hotexperts.cache.pack_source import SourceFile, check_sources
 from hotexperts.cache.pack_writer import write_pack
 from hotexperts.errors import CheckpointError, ConfigError, StorageError
 
@@ -220,7 +221,7 @@ def test_a_changed_checkpoint_is_told_by_size_header_and_time(tmp_path: Path) ->
     source.write_bytes(b"\2\0\0\0\0\0\0\0{}1234")
     status = source.stat()
     header = header_of(make_stores(), [SourceFile.of(source)])
-    header.check_sources(Path("p"), [source])
+    check_sources(Path("p"), header.sources, [source])
     for content, seconds, message in (
         (b"\2\0\0\0\0\0\0\0{}12345", 0, "had 14 bytes, has 15"),
         (b"\2\0\0\0\0\0\0\0[]1234", 0, "has another header"),
@@ -229,15 +230,15 @@ def test_a_changed_checkpoint_is_told_by_size_header_and_time(tmp_path: Path) ->
         source.write_bytes(content)
         os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns + seconds * 10**9))
         with pytest.raises(CheckpointError, match=rf"model.safetensors {message}.*hotexperts pack"):
-            header.check_sources(Path("p"), [source])
+            check_sources(Path("p"), header.sources, [source])
     more = tmp_path / "more.safetensors"
     more.write_bytes(b"\2\0\0\0\0\0\0\0{}")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is gone"):
-        header.check_sources(Path("p"), [])
+        check_sources(Path("p"), header.sources, [])
     source.write_bytes(b"\2\0\0\0\0\0\0\0{}1234")
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(CheckpointError, match=r"more\.safetensors is new"):
-        header.check_sources(Path("p"), [source, more])
+        check_sources(Path("p"), header.sources, [source, more])
 
 
 def test_damaged_files_are_refused_when_opened(tmp_path: Path) -> None:

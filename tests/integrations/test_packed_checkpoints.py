@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import hotexperts.transformers as hot
 from hotexperts.bench.sources import resident_model
 from hotexperts.cache.pack_format import PackHeader
+from hotexperts.cache.pack_source import check_quantisation
 from hotexperts.cache.quantised import QuantisedStore
 from hotexperts.errors import CheckpointError
 from integrations import packed_checkpoints as packed
@@ -108,11 +109,11 @@ def test_a_pack_knows_how_the_checkpoint_s_bytes_were_read(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=message):
         load(folder, expert_store="disk", **where)
     with pytest.raises(CheckpointError, match="has no quantization_config: make it again"):
-        header.check_quantisation(written.path, None)
+        check_quantisation(written.path, header.quantisation, None)
     before = replace(header, quantisation=None)  # as packs were written
     assert b"quantisation" not in before.encoded
     with pytest.raises(CheckpointError, match="as packs of an earlier version, or the checkpoint"):
-        before.check_quantisation(written.path, header.quantisation)
+        check_quantisation(written.path, before.quantisation, header.quantisation)
     assert hot.pack(folder, **where).num_written == written.num_rows
     assert load(folder, expert_store="disk", **where).expert_cache.store == "disk"
 

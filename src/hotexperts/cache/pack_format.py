@@ -8,11 +8,9 @@ its bytes; 0 where it is not written yet.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hotexperts.cache.pack_source import MAKE_AGAIN, MOST_HEADER_BYTES, SourceFile
 from hotexperts.errors import CheckpointError, StorageError
 from hotexperts.formats import ExpertLayout, TensorSpec
 from hotexperts.plain_file import plain
@@ -28,42 +27,7 @@ ALIGNMENT = 4096  # bytes; what direct reads ask of offsets, lengths and address
 WRITTEN = 1 << 32
 _PREFIX = struct.Struct("<8sQI")
 MAGIC = b"HXPACK01"
-_MOST_HEADER_BYTES = 1 << 28
-_MAKE_AGAIN = "make it again with `hotexperts pack`"
 MOVE = "copy the pack to another disk, or make it again with `hotexperts pack`"
-
-
-class SourceFile(NamedTuple):
-    """What a checkpoint file was when it was packed.
-
-    Attributes:
-        name: without its folder.
-        nbytes: its size.
-        mtime_ns: when it was last written.
-        header_sha256: of its safetensors header, in hexadecimal.
-    """
-
-    name: str
-    nbytes: int
-    mtime_ns: int
-    header_sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> SourceFile:
-        """What a file is now.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        try:
-            with plain(path).open("rb") as file:
-                prefix = file.read(8)
-                header = file.read(min(int.from_bytes(prefix, "little"), _MOST_HEADER_BYTES))
-            status = path.stat()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}): download it again") from error
-        digest = hashlib.sha256(prefix + header).hexdigest()
-        return cls(path.name, status.st_size, status.st_mtime_ns, digest)
 
 
 class PackedLayer(NamedTuple):
@@ -119,19 +83,19 @@ class PackHeader:
             with plain(path).open("rb") as file:
                 prefix = file.read(_PREFIX.size)
                 magic, length, checksum = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
-                if magic != MAGIC or length > _MOST_HEADER_BYTES:
-                    raise CheckpointError(f"{path}: no pack of experts: {_MAKE_AGAIN}")
+                if magic != MAGIC or length > MOST_HEADER_BYTES:
+                    raise CheckpointError(f"{path}: no pack of experts: {MAKE_AGAIN}")
                 text = file.read(length)
                 size = path.stat().st_size
         except OSError as error:
             raise cannot_read(path, error) from error
         if zlib.crc32(text) != checksum:
-            raise CheckpointError(f"{path}: damaged header: {_MAKE_AGAIN}")
+            raise CheckpointError(f"{path}: damaged header: {MAKE_AGAIN}")
         header = cls._parsed(path, text)
         if size != header.nbytes:
             raise CheckpointError(
                 f"{path}: has {size} bytes, its header says {header.nbytes}: it is truncated, or "
-                f"was changed: {_MAKE_AGAIN}"
+                f"was changed: {MAKE_AGAIN}"
             )
         return header
 
@@ -170,47 +134,6 @@ class PackHeader:
         number, begin = self._begins[layer]
         return RowPlace(number + expert, begin + expert * stride, stride)
 
-    def check_sources(self, path: Path, files: Sequence[Path]) -> None:
-        """Refuse a pack of another state of the checkpoint.
-
-        Args:
-            path: the pack's, for the message.
-            files: the checkpoint's.
-
-        Raises:
-            CheckpointError: a file came, went or changed since it was packed.
-        """
-        now = {file.name: SourceFile.of(file) for file in files}
-        then = {source.name: source for source in self.sources}
-        for name in sorted(now.keys() | then.keys()):
-            if now.get(name) != then.get(name):
-                raise CheckpointError(
-                    f"{path}: the checkpoint changed since it was packed: {name} "
-                    f"{_difference(then.get(name), now.get(name))}: {_MAKE_AGAIN}"
-                )
-
-    def check_quantisation(self, path: Path, now: str | None) -> None:
-        """Refuse a pack whose rows were made from bytes that are read otherwise now.
-
-        Args:
-            path: the pack's, for the message.
-            now: of the checkpoint.
-
-        Raises:
-            CheckpointError: it is another one, or an earlier version of ours did not write it down.
-        """
-        if self.quantisation == now:
-            return
-        if self.quantisation is None:
-            raise CheckpointError(
-                f"{path}: does not say by which quantization_config its rows were read, as packs "
-                f"of an earlier version, or the checkpoint had none then: {_MAKE_AGAIN}"
-            )
-        raise CheckpointError(
-            f"{path}: the checkpoint changed since it was packed: config.json has "
-            f"{'no' if now is None else 'another'} quantization_config: {_MAKE_AGAIN}"
-        )
-
     @cached_property
     def _rows_begin(self) -> int:
         return aligned(len(self.encoded) + 8 * self.num_rows)
@@ -239,7 +162,7 @@ class PackHeader:
             found = values.get("quantisation")
             quantisation = None if found is None else _text(found)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: written by another version: {_MAKE_AGAIN}") from error
+            raise CheckpointError(f"{path}: written by another version: {MAKE_AGAIN}") from error
         return cls(tuple(layers), tuple(sources), quantisation)
 
 
@@ -264,7 +187,7 @@ def aligned(num_bytes: int) -> int:
 def cannot_read(path: Path, error: OSError) -> StorageError:
     """What to say of a pack that the system does not let us read."""
     return StorageError(
-        f"{path}: cannot be read ({error.strerror}): give it permissions, or {_MAKE_AGAIN}"
+        f"{path}: cannot be read ({error.strerror}): give it permissions, or {MAKE_AGAIN}"
     )
 
 
@@ -272,7 +195,7 @@ def damaged_row(path: Path, layer: PackedLayer, expert: int) -> CheckpointError:
     """What to say of a row whose bytes are not those that were written."""
     return CheckpointError(
         f"{path}: the row of expert {expert} of {layer.name} is damaged (its checksum differs, "
-        f"read twice): {_MAKE_AGAIN}"
+        f"read twice): {MAKE_AGAIN}"
     )
 
 
@@ -297,13 +220,3 @@ def _text(value: Any) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _difference(then: SourceFile | None, now: SourceFile | None) -> str:
-    if then is None or now is None:
-        return "is new" if then is None else "is gone"
-    if now.nbytes != then.nbytes:
-        return f"had {then.nbytes} bytes, has {now.nbytes}"
-    if now.header_sha256 != then.header_sha256:
-        return "has another header"
-    return "was written to"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hotexperts.cache.pack_format import MAGIC, WRITTEN, PackHeader, RowPlace
+from hotexperts.cache.pack_source import check_sources
 from hotexperts.cache.store import ExpertStore
 from hotexperts.config import format_bytes
 from hotexperts.errors import ConfigError, HotExpertsError, StorageError
@@ -61,7 +62,7 @@ def write_pack(
         after_each(num_kept)
         _write_rows(fd, header, stores, num_kept, after_each)
         if files:
-            header.check_sources(path, files)
+            check_sources(path, header.sources, files)
         os.fsync(fd)
         partial.replace(path)
         _sync_folder(path.parent)

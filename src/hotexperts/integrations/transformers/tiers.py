@@ -18,7 +18,8 @@ import torch
 from hotexperts.cache.disk import DiskBackingStore
 from hotexperts.cache.host_memory import available_host_bytes
 from hotexperts.cache.pack_file import PackFile
-from hotexperts.cache.pack_format import PackedLayer, PackHeader, SourceFile, aligned
+from hotexperts.cache.pack_format import PackedLayer, PackHeader, aligned
+from hotexperts.cache.pack_source import SourceFile, check_quantisation, check_sources
 from hotexperts.config import (
     DEFAULT_RAM_POLICY,
     CacheConfig,
@@ -197,8 +198,8 @@ def _open_pack(path: Path, found: Sequence[ExpertsModule], files: Sequence[Path]
             "--expert-store file)"
         )
     pack = PackFile(path)
-    pack.header.check_sources(path, files)
-    pack.header.check_quantisation(path, quantisation_digest(files))
+    check_sources(path, pack.header.sources, files)
+    check_quantisation(path, pack.header.quantisation, quantisation_digest(files))
     wanted = [(layer.name, layer.num_experts, layer.layout) for layer in found]
     for layer, packed in zip(wanted, pack.header.layers, strict=False):
         if layer != tuple(packed):
