@@ -141,6 +141,42 @@ def test_without_traces_routing_is_drawn(tiny_shape: str, cli: Cli) -> None:
     assert data["routing"] == "drawn, fitted"
 
 
+def test_ctrl_c_shows_the_caches_that_are_done(
+    saved_model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotexperts.bench import measure
+
+    original = measure._measure_cache
+
+    def until(last: str) -> None:
+        def measured(source: Any, wanted: Any, size: str, resident: Any) -> Any:
+            if size == last:
+                raise KeyboardInterrupt
+            return original(source, wanted, size, resident)
+
+        monkeypatch.setattr(measure, "_measure_cache", measured)
+
+    argv = ("bench", saved_model, "--expert-cache-size", "2,8", *SHORT)
+    until("8")
+    result = cli(*argv, "--json")
+    assert (result.status, result.err) == (
+        130,
+        "stopped; caches that were done by then are shown\n",
+    )
+    assert [row["capacity"] for row in result.json["rows"]] == [None, 2]
+    assert result.json["stopped"] is True
+    file = tmp_path / "b.json"
+    file.write_text(result.out)
+    assert cli("report", file, "-o", tmp_path / "p.html").status == 0
+    until("none")
+    whole = bench(cli, *argv[1:4], "--compare", file)
+    assert {row["capacity"] for row in whole["compared"]} == {None, 2}
+
+    until("2")
+    nothing = cli(*argv)
+    assert (nothing.status, nothing.out) == (130, "")
+
+
 @pytest.mark.usefixtures("one_wrong_weight")
 def test_a_cache_that_differs_gets_no_speed(saved_model: Path, tmp_path: Path, cli: Cli) -> None:
     argv = ("bench", saved_model, "--expert-cache-size", 2, *SHORT)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hotexperts.bench.decode import Decoder
 from hotexperts.bench.difference import Step, drawn_ids, first_difference, likeliest, record
-from hotexperts.bench.rows import Found, Row, cached_row, resident_row
+from hotexperts.bench.rows import Found, Row, add_each, cached_row, resident_row
 from hotexperts.bench.sources import Source, free_memory, resident_or_refuse
 from hotexperts.cache.link import link_gb_s
 from hotexperts.integrations.transformers.experts import BATCHED_MAX_PAIRS, set_algorithm
@@ -79,7 +79,8 @@ def measure(source: Source, wanted: Wanted, on_done: Callable[[], None]) -> dict
 
     Returns:
         `rows`, and of the model its class, dtype, layers and experts. A cache that differs from
-        the resident model has rows without any speed.
+        the resident model has rows without any speed. `stopped`, true, where Ctrl-C came when a
+        cache was done.
 
     Raises:
         ConfigError: a size that cannot be, or a resident model that does not fit.
@@ -93,12 +94,16 @@ def measure(source: Source, wanted: Wanted, on_done: Callable[[], None]) -> dict
         on_done()
     facts: dict[str, Any] = {}
     rows = [*resident.rows]
-    for size in wanted.sizes:
+
+    def of_size(size: str) -> list[Row]:
         found, measured = _measure_cache(source, wanted, size, resident)
-        facts = facts or found
-        rows += measured
+        if not facts:
+            facts.update(found)
         on_done()
-    return {**facts, "rows": rows}
+        return measured
+
+    stopped = add_each(rows, wanted.sizes, of_size)
+    return {**facts, **stopped, "rows": rows}
 
 
 def _measure_resident(source: Source, wanted: Wanted) -> Resident:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,11 +15,39 @@ from hotexperts.stats import CacheStats, total
 
 Row = dict[str, Any]
 Found = list[tuple[str, Taken]]  # the first group cold, then the others and the first again
+_Size = TypeVar("_Size")
 
 
 def name_of(first: int, batch: int) -> str:
     """Of sequences that are decoded together."""
     return f"sequences {first} to {first + batch - 1}" if batch > 1 else f"sequence {first}"
+
+
+def add_each(
+    rows: list[Row], sizes: Iterable[_Size], measured: Callable[[_Size], list[Row]]
+) -> dict[str, Any]:
+    """Add the rows of each cache. Ctrl-C leaves those of the caches that are done.
+
+    Args:
+        rows: where to.
+        sizes: of the caches.
+        measured: gives the rows of one.
+
+    Returns:
+        `stopped`, true, where Ctrl-C came; nothing else.
+
+    Raises:
+        KeyboardInterrupt: it came before a cache was done.
+    """
+    num_before = len(rows)
+    try:
+        for size in sizes:
+            rows += measured(size)
+    except KeyboardInterrupt:
+        if len(rows) == num_before:
+            raise
+        return {"stopped": True}
+    return {}
 
 
 def resident_row(found: Found, batch: int, prompt_tokens: int) -> Row:

@@ -102,6 +102,7 @@ def bench(
 
     A cache that does not give the resident model's bits gets no speed, and the exit status is 1. Of
     a shape that vLLM runs, log probabilities are compared: its kernels for 4 bits round elsewhere.
+    Ctrl-C shows the caches that are done.
 
     Serial floor: the resident step, then the missed bytes at 0.94 of the link. Percent of bound:
     the longer of the resident step and the missed bytes over the link, in parts of the step.
@@ -134,6 +135,9 @@ def bench(
         console.show_json(data)
     else:
         console.show(bench_report(data))
+    if "stopped" in data:
+        typer.echo("stopped; caches that were done by then are shown", err=True)
+        raise typer.Exit(console.EXIT_INTERRUPTED)
     if any(row.get("verified") is False for row in data["rows"]):
         raise typer.Exit(console.EXIT_DIFFERENT)
 

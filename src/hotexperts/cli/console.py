@@ -29,6 +29,7 @@ from hotexperts.errors import HotExpertsError
 
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ends
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NARROWEST = 80  # columns, for which tables are made
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")

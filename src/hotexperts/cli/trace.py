@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("uniform", "zipf", "phases", "fitted")
 _STDIN = "-"
-_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ends
 _OF_SYNTHETIC = {"tokens", "sequences", "layers", "experts", "top_k", "seed"}
 _OF_BOTH = {"out", "synthetic", "debug"}
 
@@ -201,7 +200,7 @@ def _write(
     found = f"{out}: {tokens} tokens, {layers} layers, {top_k} of {num_experts} experts{guessed}"
     if isinstance(stopped, KeyboardInterrupt):
         typer.echo(f"stopped; what was recorded is in {found}", err=True)
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(console.EXIT_INTERRUPTED)
     if isinstance(stopped, HotExpertsError):
         raise ConfigError(f"{stopped}; what was recorded before is in {found}") from stopped
     if stopped is not None:

@@ -13,7 +13,7 @@ import torch
 
 from hotexperts.bench.measure import LINK_EXPERTS
 from hotexperts.bench.routing import Routing
-from hotexperts.bench.rows import Found, Row, cached_row, name_of, resident_row
+from hotexperts.bench.rows import Found, Row, add_each, cached_row, name_of, resident_row
 from hotexperts.bench.sources import resident_fits
 from hotexperts.bench.vllm.decode import Decoder, Likeliest, verified
 from hotexperts.bench.vllm.engine import Engine
@@ -65,19 +65,21 @@ def measure(asked: Asked, routing: Routing, on_done: Callable[[], None]) -> dict
             resident_ms[batch] = row["warm"]["prefill_ms"], row["warm"]["step_ms"]
             rows.append({"capacity": None, "load_seconds": seconds, "batch": batch, **row})
         on_done()
-    for size in asked.sizes:
+
+    def of_size(size: int) -> list[Row]:
         engine.use_slots(size)
         about = _about(engine, size) | {"load_seconds": seconds, "link_gb_s": link}
         about |= verified(_likeliest(decoder, asked), expected, tolerance or 0.0)
-        for batch in asked.batches:
-            row = {**about, "batch": batch}
-            if about["verified"] is not False:
-                found = _decoded(decoder, asked, batch)
-                known = resident_ms.get(batch)
-                row |= cached_row(found, batch, asked.prompt_tokens, known, link)
-            rows.append(row)
+        found = [{**about, "batch": batch} for batch in asked.batches]
+        for row in found if about["verified"] is not False else ():
+            batch = row["batch"]
+            taken, known = _decoded(decoder, asked, batch), resident_ms.get(batch)
+            row |= cached_row(taken, batch, asked.prompt_tokens, known, link)
         on_done()
-    return {**facts, "tolerance": tolerance, "rows": rows}
+        return found
+
+    stopped = add_each(rows, asked.sizes, of_size)
+    return {**facts, "tolerance": tolerance, **stopped, "rows": rows}
 
 
 def _facts(engine: Engine, asked: Asked) -> dict[str, Any]:
