@@ -1,13 +1,15 @@
 """The cases of a benchmark, each in a process of its own, and what is known written after each.
 
 The parent calls its own script again with `--measure CASE`; the last object that this prints is
-the case's row. A case that fails has its exit status for a row, and the others go on.
+the case's row. A case that fails has its exit status for a row, and the others go on. A parent that
+is ended, by Ctrl-C or `timeout`, ends its child: nothing goes on to use the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -66,6 +68,7 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
     if args.measure:
         print(json.dumps(benchmark.measure(args.measure, args)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = args.cases or benchmark.cases
     table = _kept(args.out, names) if args.keep else {}
     for case in names:
@@ -102,6 +105,7 @@ def _in_order(table: Table, cases: Sequence[str]) -> Table:
 
 def _child(case: str) -> Row:
     command = [sys.executable, "-W", "ignore", *sys.argv, "--measure", case]
+    # Kills the child, whatever ends the wait for it.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"failed": done.returncode}

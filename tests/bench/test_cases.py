@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,28 @@ def test_other_rows_are_kept_with_what_they_ran_on(
 def test_rows_stand_as_the_benchmark_lists_them() -> None:
     table = {"c": {}, "other": {}, "a": {}}
     assert list(cases._in_order(table, ("a", "b", "c"))) == ["a", "c", "other"]
+
+
+def test_a_run_that_is_ended_leaves_no_child(tmp_path: Path) -> None:
+    script, started = tmp_path / "slow.py", tmp_path / "pid"
+    script.write_text(
+        "import os, pathlib, time, cases\n"
+        "def measure(case, args):\n"
+        f"    pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(100)\n"
+        "benchmark = cases.Benchmark('slow', ('x',), measure, {}, lambda table: {})\n"
+        "cases.run(benchmark, cases.parser(None, needs_traces=False).parse_args())\n"
+    )
+    where = {**os.environ, "PYTHONPATH": str(Path(cases.__file__).parent)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=where)
+    deadline = time.monotonic() + 60
+    while not (started.exists() and started.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.terminate()
+    assert parent.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_keeping_needs_a_file(tmp_path: Path) -> None:
