@@ -97,8 +97,7 @@ def measure(source: Source, wanted: Wanted, on_done: Callable[[], None]) -> dict
 
     def of_size(size: str) -> list[Row]:
         found, measured = _measure_cache(source, wanted, size, resident)
-        if not facts:
-            facts.update(found)
+        facts.update(found)  # the same for each
         on_done()
         return measured
 
