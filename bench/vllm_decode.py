@@ -133,6 +133,8 @@ def options(case: str) -> dict[str, Any]:
     if case == "eager":
         found |= {"moe_expert_cache_size": 32, "enforce_eager": True}
         found["moe_expert_cache_policy"] = "lru"
+        # A host that manages the cache would unpack rows itself: the proposal copies them plain.
+        found["moe_expert_cache_options"] = {"packing": "none"}
         del found["compilation_config"]
     return found
 

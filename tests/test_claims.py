@@ -44,7 +44,13 @@ def test_every_generated_table_of_results_is_listed() -> None:
 def test_every_result_is_shown() -> None:
     there = {path.stem for path in (claims.ROOT / "bench/results").glob("*.json")}
     # On pages of their own.
-    elsewhere = {"policies", "prefetch-decode", "prefetch-simulated", "tiers-gpu"}
+    elsewhere = {
+        "bench-gpt-oss-20b",
+        "policies",
+        "prefetch-decode",
+        "prefetch-simulated",
+        "tiers-gpu",
+    }
     elsewhere |= {"two-gpu", "vllm-processes"}
     shown = {*claims.TABLES.values(), *(elsewhere & there)}
     assert there - {"gpu-tests"} == shown

@@ -5,7 +5,8 @@
 Of every row in `bench/results/` that a forecast is made for: decode, prefill and slots of caches in
 vLLM (`vllm-decode*.json`, `vllm-promise.json`), prefill and decode in Transformers, in its own loop
 and in one CUDA graph (`core-decode.json`, `device-decode.json`, `device-prefill.json`), hit rates
-of recorded routing (`policies.json`), and decode of two GPUs (`two-gpu.json`, where it is there). A
+of recorded routing (`policies.json`), decode of two GPUs (`two-gpu.json`, where it is there), and
+of a shape in `hotexperts bench` (`bench-gpt-oss-20b.json`). A
 forecast is a range: how far what was measured is outside of it; where routing was drawn as the
 forecast's is, also how far from the better end.
 """
@@ -90,6 +91,7 @@ def compare() -> Iterator[Compared]:
     yield from _vllm_promise()
     yield from _transformers()
     yield from _hit_rates()
+    yield from _shape_bench("bench-gpt-oss-20b")
     if (RESULTS / "two-gpu.json").exists():
         yield from compare_ranks(_load("two-gpu"))
 
@@ -141,10 +143,10 @@ def _vllm_promise() -> Iterator[Compared]:
         slots, label = plan.capacity, f"vllm-promise: {name}"
         yield Compared(f"{label}, slots", (slots, slots), ceiling["slots"], "slots", is_drawn=True)
         for batch in (1, 8):
-            ms = _step_ms(facts, machine, slots, batch)
+            ms = _step_ms(facts, machine, slots, batch, packed_part=PACKED_PART)
             measured = found["runs"][f"{name}, batch {batch}"]["ms"]
             yield Compared(f"{label}, batch {batch}", ms, measured, is_drawn=True)
-        worst, best = prefill_ms(facts, machine, slots, chunk)
+        worst, best = prefill_ms(facts, machine, slots, chunk, packed_part=PACKED_PART)
         measured = found["runs"][f"{name}, prefill"]["ms"]
         yield Compared(f"{label}, prefill", (num_chunks * worst, num_chunks * best), measured)
 
@@ -171,6 +173,18 @@ def _transformers() -> Iterator[Compared]:
     for num_tokens, found in row["prefill"].items():
         ms = prefill_ms(olmoe(results["shape"]), _h200(row), row["capacity"], int(num_tokens))
         yield Compared(f"device-prefill: {num_tokens} tokens", ms, found["ms"]["median"])
+
+
+def _shape_bench(result: str) -> Iterator[Compared]:
+    """What `hotexperts bench --shape` printed; its steps are not scheduled ahead."""
+    results = _load(result)
+    shape = results["shape"]
+    facts = _facts(shape, shape["intermediate_size"], shape["head_dim"], results["expert_nbytes"])
+    for row in results["rows"]:
+        if row["capacity"] is not None:
+            ms = _step_ms(facts, _h200(row), row["capacity"], row["batch"])
+            name = f"{result}: {row['capacity']} slots, batch {row['batch']}"
+            yield Compared(name, ms, row["warm"]["step_ms"])
 
 
 def _hit_rates() -> Iterator[Compared]:
@@ -236,11 +250,13 @@ def olmoe(shape: dict[str, int]) -> ModelFacts:
     return _facts(shape, shape["intermediate_size"], head_dim)
 
 
-def _facts(shape: dict[str, int], width: int, head_dim: int) -> ModelFacts:
+def _facts(
+    shape: dict[str, int], width: int, head_dim: int, expert_nbytes: int | None = None
+) -> ModelFacts:
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     queries, keys = (shape[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
     attention = hidden * (2 * queries + 2 * keys) + hidden * shape["num_experts"]
-    row = 3 * hidden * width * 2
+    row = expert_nbytes or 3 * hidden * width * 2
     expert = LayerShape(shape["num_experts"], shape["num_experts_per_tok"], row)
     return ModelFacts(
         name="shape",

@@ -9,7 +9,10 @@ are not written here: `readme_tables.py` runs the commands for them. A test comp
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
+
+from rich.console import Console
 
 import claims
 import parallel_page
@@ -17,8 +20,9 @@ import prefetch_tables
 import promise
 import result_tables
 import troubleshooting
+from hotexperts.cli.bench_report import bench_report
 from hotexperts.observe.names import COUNTERS, GAUGES, PREFIX
-from readme_tables import filled
+from readme_tables import filled, plain
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +35,7 @@ def blocks() -> dict[str, dict[str, str]]:
         "docs/policies.md": {"policies": result_tables.policy_tables()},
         "docs/prefetch.md": prefetch_tables.tables()
         | {"prefetch-decode": result_tables.guesses_table()},
+        "docs/bench.md": {"gpt-oss": bench_of("bench-gpt-oss-20b")},
         "docs/formats.md": {"tiers-gpu": result_tables.tiers_table()},
         "docs/metrics.md": {"counters": counters_table()},
         "docs/decisions/index.md": {"decisions": decisions()},
@@ -56,6 +61,14 @@ def blocks() -> dict[str, dict[str, str]]:
             "recording": result_tables.recording_table(),
         },
     }
+
+
+def bench_of(result: str) -> str:
+    """What `hotexperts bench` shows of what it printed with `--json`."""
+    page = Console(width=80, color_system=None, file=StringIO())
+    page.print(bench_report(result_tables.load(result)))
+    lines = page.file.getvalue().rstrip().split("\n")
+    return plain("\n".join(line.rstrip() for line in lines))
 
 
 def counters_table() -> str:
