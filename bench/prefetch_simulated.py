@@ -80,24 +80,32 @@ def main() -> None:
         jobs += [(coverage_row, name, (predictor,)) for predictor in COVERING]
         jobs += [(time_row, name, at) for at in product(TIMED, ("output", "input"), AHEAD)]
         jobs += [(trained_row, name, ())] if name == "moe507m" else []
-    measured = run([job for job in jobs if table_of(job) in args.tables], args.traces, args.jobs)
-    before = json.loads(args.out.read_text()) if args.out.exists() else {"measured_at": {}}
-    kept = {table: before[table] for table in TABLES if table in before}
-    at = before["measured_at"] | dict.fromkeys(measured, machine.describe()["commit"])
+    for table in args.tables:
+        rows = run([job for job in jobs if table_of(job) == table], args.traces, args.jobs)
+        write(args.out, table, rows)
+
+
+def write(out: Path, table: str, rows: list[Any]) -> None:
+    """After each table, so that a run that is cut leaves those before."""
+    before = json.loads(out.read_text()) if out.exists() else {"measured_at": {}}
+    kept = {name: before[name] for name in TABLES if name in before}
+    at = before["measured_at"] | {table: machine.describe()["commit"]}
     cases = {name: case._asdict() for name, case in CASES.items()}
     settings = {"policy": POLICY, "link_gb_s": LINK_GB_S, "cases": cases, "measured_at": at}
-    machine.write(args.out, "prefetch-simulated", {**settings, **kept, **measured})
+    tables = {**kept, table: rows}
+    ordered = {name: tables[name] for name in TABLES if name in tables}
+    machine.write(out, "prefetch-simulated", {**settings, **ordered})
 
 
-def run(jobs: list[Job], folder: Path, num_processes: int) -> dict[str, list[Any]]:
-    """The rows of each table."""
-    results: dict[str, list[Any]] = {}
+def run(jobs: list[Job], folder: Path, num_processes: int) -> list[Any]:
+    """Their rows, in order."""
+    rows: list[Any] = []
     with ProcessPoolExecutor(num_processes) as pool:
         waiting = [(job, pool.submit(job[0], folder, job[1], *job[2])) for job in jobs]
         for job, future in waiting:
-            results.setdefault(table_of(job), []).extend(future.result())
+            rows += future.result()
             print(table_of(job), job[1], *job[2], flush=True)
-    return results
+    return rows
 
 
 def table_of(job: Job) -> str:

@@ -24,7 +24,7 @@ class Twin:
         self.members.append(self.made("cross-lift", ahead=2))
         if with_gate:
             self.members.insert(0, self.made("gate", with_gate=True))
-        first = [1.0] + [0.0] * 7 if with_gate else [0.25] * 7
+        first = [1.0] + [0.0] * 7 if with_gate else [0.2] * 7
         self.dense = [[*first, 0.0] for _ in range(LAYERS)]
         self.dense_squares = [[START] * len(self.dense[0]) for _ in range(LAYERS)]
         self.table: dict[object, float] = defaultdict(float)
@@ -74,6 +74,18 @@ class Twin:
         for member in self.members:
             member.observe(layer, demand, hints)
         self.last[layer] = demand
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ahead", "distances"),
+    [(12, 1, [1, 2, 3, 4, 5]), (6, 4, [4, 5]), (2, 1, [1]), (3, 3, [3]), (1, 1, [1])],
+)
+def test_lifts_are_counted_from_five_calls_before(
+    num_layers: int, ahead: int, distances: list[int]
+) -> None:
+    combined = PREDICTORS.load("combined")(num_layers, EXPERTS, TOP_K, ahead)
+    found = [m.ahead for m in combined.members if m.name == "cross-lift"]  # type: ignore[attr-defined]
+    assert found == distances
 
 
 @pytest.mark.parametrize("with_gate", [True, False])

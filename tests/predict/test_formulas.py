@@ -155,9 +155,9 @@ def test_the_combination_starts_as_its_gate_and_learns_whom_to_trust() -> None:
     assert combined.guess(1, wrong)[0] < -2
 
 
-def test_without_a_gate_each_member_weighs_a_quarter() -> None:
+def test_without_a_gate_each_member_weighs_a_fifth() -> None:
     combined = made("combined")
-    assert_log_odds(combined.guess(0), *[0.25 * 6 * logit(BASE) + 0.25 * logit(BASE)] * 4)
+    assert_log_odds(combined.guess(0), *[0.2 * 6 * logit(BASE)] * 4)
 
 
 def test_a_map_of_requests_takes_the_most_similar_one() -> None:

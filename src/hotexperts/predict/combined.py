@@ -14,7 +14,8 @@ from hotexperts.predict.previous import Previous
 from hotexperts.predict.temporal_lift import TemporalLift
 
 DENSE_RATE = TABLE_RATE = 0.05
-FIRST_WEIGHT = 0.25  # of each member, where there is no gate to begin with
+FIRST_WEIGHT = 0.2  # of each member, where there is no gate to begin with
+NUM_SOURCES = 5  # calls in a row that a lift is counted from
 TOP = 2.0  # x of the gate's first rank; falls to 0 after the last
 
 
@@ -22,11 +23,11 @@ class Combined(Predictor):
     """`z_e = w_0 + sum over members m of w_m z_me + b_e + sum over rows r of x_r W_re`. Ours.
 
     Members: `gate` where there is one, `ewma` with decays .8 and .95, `popularity`, `previous`,
-    `temporal-lift`, and `cross-lift` from the source and from the call before the source. Rows: the
-    source's experts and the layer's own a token ago (x = 1), and those that the gate guesses, x
-    falling in equal steps from 2 at the first rank. All w, b and W of a layer are stepped together
+    `temporal-lift`, and `cross-lift` from the source and from each of the four calls before it, as
+    far as they are other layers'. Rows: the source's experts and the layer's own a token ago
+    (x = 1), and those that the gate guesses, x falling in equal steps from 2 at the first rank. All w, b and W of a layer are stepped together
     by AdaGrad on the log loss of each call (`online`, rate .05). At first the gate's w is 1 and the
-    others 0, or where there is no gate the members' w are 1/4 each.
+    others 0, or where there is no gate the members' w are 1/5 each.
     """
 
     name = "combined"
@@ -35,7 +36,9 @@ class Combined(Predictor):
         """Forget everything learned."""
         super().reset()
         shape = self.num_layers, self.num_experts, self.top_k, self.ahead
-        further = min(self.ahead + 1, self.num_layers)
+        # As many calls before is the layer itself, of which temporal-lift knows already.
+        furthest = min(self.ahead + NUM_SOURCES, self.num_layers)
+        distances = range(self.ahead, max(furthest, self.ahead + 1))
         gates: list[Predictor] = [Gate(*shape, with_gate=True)] if self.with_gate else []
         self.members: list[Predictor] = [
             *gates,
@@ -44,8 +47,7 @@ class Combined(Predictor):
             Popularity(*shape),
             Previous(*shape),
             TemporalLift(*shape),
-            CrossLift(*shape),
-            CrossLift(*shape[:3], further),
+            *(CrossLift(*shape[:3], distance) for distance in distances),
         ]
         num_others = len(self.members) - len(gates)
         weights = [1.0] * len(gates) + [0.0 if gates else FIRST_WEIGHT] * num_others
