@@ -25,9 +25,10 @@ class Combined(Predictor):
     Members: `gate` where there is one, `ewma` with decays .8 and .95, `popularity`, `previous`,
     `temporal-lift`, and `cross-lift` from the source and from each of the four calls before it, as
     far as they are other layers'. Rows: the source's experts and the layer's own a token ago
-    (x = 1), and those that the gate guesses, x falling in equal steps from 2 at the first rank. All w, b and W of a layer are stepped together
-    by AdaGrad on the log loss of each call (`online`, rate .05). At first the gate's w is 1 and the
-    others 0, or where there is no gate the members' w are 1/5 each.
+    (x = 1), and those that the gate guesses, x falling in equal steps from 2 at the first rank. All
+    w, b and W of a layer are stepped together by AdaGrad on the log loss of each call (`online`,
+    rate .05). At first the gate's w is 1 and the others 0, or where there is no gate the members' w
+    are 1/5 each.
     """
 
     name = "combined"
