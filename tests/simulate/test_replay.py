@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from hotexperts.policy import POLICIES
 from hotexperts.simulate import Outcome, Rules, Trace, belady, replay
 from hotexperts.simulate.replay import misses_by_step
 from hotexperts.simulate.rules import Sequences
-from hotexperts.simulate.schedule import LayerCall, layer_calls, schedule
+from hotexperts.simulate.schedule import LayerCall, Step, layer_calls, schedule
 from hotexperts.simulate.trace import use_by_layer
 from simulate.models import batched_calls, lettered, lru_hits, most_hits, token_calls
 
@@ -80,6 +83,24 @@ def test_a_seeded_prefill_is_one_call_with_its_tokens_counted() -> None:
         LayerCall([0, 1, 2], [1, 2, 1], counted=False, evict=False),
         LayerCall([2], [1], counted=True, evict=True),
     ]
+
+
+def test_calls_of_a_step_read_that_step_alone() -> None:
+    """Prefetches are replayed step by step, which took the square of a trace's length."""
+
+    class Watched(np.ndarray):
+        def tolist(self) -> Any:
+            sizes.append(self.size)
+            return super().tolist()
+
+    sizes: list[int] = []
+    ids = np.arange(1000 * 2 * 3).reshape(1000, 2, 3).view(Watched)
+    step = Step([700, 3], counted=True, evict=True, number=5)
+    calls = list(layer_calls(cast("Trace", SimpleNamespace(ids=ids)), [step], 0, 1))
+    assert [call.demand for call in calls] == [
+        [*range(18 + at, 21 + at), *range(4200 + at, 4203 + at)] for at in (0, 3)
+    ]
+    assert sizes == [6, 6]
 
 
 def test_an_ignored_prefill_is_not_played() -> None:

@@ -96,10 +96,13 @@ def layer_calls(
         layers: whose calls, ascending.
         ties: "listed" keeps the router's order in the demand.
     """
-    rows_of = {layer: trace.ids[:, layer].tolist() for layer in layers}
+    # Rows of these steps alone: callers that come step by step would turn the trace to lists anew.
+    tokens_used = sorted({token for step in steps for token in step.tokens})
+    place = {token: at for at, token in enumerate(tokens_used)}
+    rows_of = {layer: trace.ids[tokens_used, layer].tolist() for layer in layers}
     for step in steps:
         for layer, rows in rows_of.items():
-            counts = Counter(chain.from_iterable([rows[token] for token in step.tokens]))
+            counts = Counter(chain.from_iterable([rows[place[token]] for token in step.tokens]))
             del counts[NOT_RECORDED]
             demand = list(counts) if ties == "listed" else sorted(counts)
             if demand:
